@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
-from r3.envs.runner import Environments, Reply
+from r3.envs.runner import Environments
 from r3.types import Prompt
+from r3.user_code.workers import Done
 
 
 def prompt(name: str = "rows.jsonl:1") -> Prompt:
@@ -19,11 +21,11 @@ def said(text: str, finish_reason: str = "stop") -> dict[str, str]:
     return {"role": "assistant", "content": text, "finish_reason": finish_reason}
 
 
-def collect(environments: Environments, count: int) -> dict[int, Reply]:
+def collect(environments: Environments, count: int) -> dict[int, Done]:
     """Wait for `count` replies; by key."""
-    replies: dict[int, Reply] = {}
+    replies: dict[int, Done] = {}
     until = time.monotonic() + 60
     while len(replies) < count:
         assert time.monotonic() < until
-        replies |= {reply.key: reply for reply in environments.poll(0.5)}
+        replies |= {cast("int", reply.key): reply for reply in environments.poll(0.5)}
     return replies

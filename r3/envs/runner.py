@@ -9,34 +9,21 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
-from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_step, find
+from r3.envs import ENVIRONMENTS, Environment, checked_messages, checked_step, find
 from r3.types import Message, Prompt
 from r3.user_code.loading import load
 from r3.user_code.values import own_copy
-from r3.user_code.workers import Failure, Here, Place, Pool, Processes, Threads
+from r3.user_code.workers import Done, Failure, Here, Place, Pool, Processes, Threads
 
 _CLOSE_POLL_S = 0.2
-
-_Spec = tuple[str, dict[str, Any]]  # what env.path or env.name names, and env.args
 
 
 class StateError(RuntimeError):
     """An environment cannot be pickled, or its pickle not be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What an environment returned: its first messages, a step, or a failure after all retries."""
-
-    key: int
-    opened: tuple[Message, ...] | None = None
-    step: Step | None = None
-    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +60,21 @@ class Environments:
         """
         self.settings = settings
         self._class = cast("type[Environment]", find(settings))
+        self._name = settings.path or settings.name
         arguments = keyword_arguments(settings.args)
-        self._factory = partial(_created, self._class, arguments)
-        self._spec = (settings.path or settings.name, arguments)
+        self._source = _Source(self._name if settings.workers else self._class, arguments)
         self.tools: Sequence[Any] = own_copy(tuple(getattr(self._class, "tools", ())))
         self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
         self._has_close = hasattr(self._class, "close")
-        self._is_async = any(
+        is_async = any(
             inspect.iscoroutinefunction(getattr(self._class, name, None))
             for name in ("reset", "step", "close")
         )
+        self._create = _call_in_worker if settings.workers else _call
+        self._call: Callable[..., Any] = self._create
+        if is_async and not settings.workers:
+            self._call = _call_async
         place: Place
         if settings.workers:
             place = Processes(settings.workers, preload=[settings.path] if settings.path else [])
@@ -106,20 +97,17 @@ class Environments:
 
     def open(self, key: int, prompt: Prompt) -> None:
         """Begin a conversation."""
-        source = self._spec if self.settings.workers else self._factory
         if self._has_close:
             # Created in a call of its own, so that it can be closed if `reset` fails.
             self._created[key] = prompt
             self._opening.add(key)
-            self._pool.submit(key, _create_in_worker if self.settings.workers else _create, source)
-        elif self.settings.workers:
-            self._pool.submit(key, _open_in_worker, source, prompt)
+            self._pool.submit(key, self._create, "", self._source)
         else:
-            self._pool.submit(key, _open_async if self._is_async else _open, source, prompt)
+            self._pool.submit(key, self._call, "reset", self._source, prompt)
 
     def send(self, key: int, message: Message) -> None:
         """Give the environment of a conversation the model's message."""
-        self._pool.submit(key, self._method(_step), self._states[key], message)
+        self._pool.submit(key, self._call, "step", self._states[key], message)
 
     def suspend(self, key: int) -> bytes:
         """Remove the environment of a conversation that a later step resumes.
@@ -169,8 +157,8 @@ class Environments:
         if state is not None and self._has_close:
             self._close(key, state)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Reply]:
-        """Return what environments returned.
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        """Return what environments returned: their first messages, a `Step`, or a failure.
 
         Waits at most `timeout_s` for the first reply, and not at all if no call is outstanding.
         """
@@ -178,22 +166,21 @@ class Environments:
         for done in self._pool.poll(timeout_s):
             key: Any = done.key
             if isinstance(key, _Closing):
-                self._closed(done.failure)
-            elif done.failure is not None:
-                self._created.pop(key, None)
-                self._opening.discard(key)
-                replies.append(Reply(key, failure=done.failure))
-            elif key in self._created:
-                self._states[key], prompt = done.value, self._created.pop(key)
-                if self._is_ending:
-                    self._opening.discard(key)
-                else:
-                    self._pool.submit(key, self._method(_reset), done.value, prompt)
+                self._num_closing -= 1
+                if done.failure is not None:
+                    self._warn_of_close(done.failure)
+                continue
+            prompt = self._created.pop(key, None)
+            if done.failure is not None:
+                replies.append(done)
             else:
                 self._states[key], value = done.value
-                self._opening.discard(key)
-                is_step = isinstance(value, Step)
-                replies.append(Reply(key, step=value) if is_step else Reply(key, opened=value))
+                if prompt is None:
+                    replies.append(Done(key, value, None))
+                elif not self._is_ending:
+                    self._pool.submit(key, self._call, "reset", self._states[key], prompt)
+                    continue
+            self._opening.discard(key)
         return replies
 
     def take_counts(self) -> Counter[str]:
@@ -227,117 +214,68 @@ class Environments:
         self.close_all()
         self._pool.close()
 
-    def _method(self, method: Any) -> Any:
-        """The form of `_reset`, `_step` or `_close` for the place where calls run."""
-        if self.settings.workers:
-            return _IN_WORKER[method]
-        return _ON_LOOP[method] if self._is_async else method
-
     def _close(self, key: int, state: Any) -> None:
         self._num_closing += 1
         # Never retried: an environment is closed once.
-        self._pool.submit_once(_Closing(key), self._method(_close), state)
-
-    def _closed(self, failure: Failure | None) -> None:
-        self._num_closing -= 1
-        if failure is not None:
-            self._warn_of_close(failure)
+        self._pool.submit_once(_Closing(key), self._call, "close", state)
 
     def _warn_of_close(self, failure: Failure) -> None:
         if not self._close_failed:
             self._close_failed = True  # one warning per run; env/errors counts all
             warnings.warn(
-                f"{self._spec[0]}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
+                f"{self._name}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
             )
 
 
-def _created(found: Callable[..., Environment], arguments: Mapping[str, Any]) -> Environment:
-    return found(**own_copy(arguments))
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How an environment is created: its class, or in workers the name of it, and arguments."""
+
+    found: Callable[..., Environment] | str
+    arguments: Mapping[str, Any]
+
+    def create(self) -> Environment:
+        found = self.found
+        if isinstance(found, str):
+            found = ENVIRONMENTS.get(found) or load(found)
+        return cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
 
 
-def _create(factory: Callable[[], Environment]) -> Environment:
-    return factory()
+# What the methods return, checked. "" only creates the environment.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "": lambda _: None,
+    "reset": lambda value: checked_messages(value, "reset"),
+    "step": checked_step,
+    "close": lambda _: None,
+}
 
 
-def _open(
-    factory: Callable[[], Environment], prompt: Prompt
-) -> tuple[Environment, tuple[Message, ...]]:
-    return _reset(factory(), prompt)
+def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Any]:
+    """Return an environment, which may have to be created, and what its method returns."""
+    environment = state.create() if isinstance(state, _Source) else state
+    return environment, getattr(environment, method)(*own_copy(arguments)) if method else None
 
 
-def _reset(environment: Environment, prompt: Prompt) -> tuple[Environment, tuple[Message, ...]]:
-    return environment, checked_messages(_awaited(environment.reset(own_copy(prompt))), "reset")
+def _call(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
+    environment, value = _started(state, method, arguments)
+    value = asyncio.run(_settled(value)) if inspect.isawaitable(value) else value
+    return environment, _CHECKS[method](value)
 
 
-def _step(environment: Environment, message: Message) -> tuple[Environment, Step]:
-    return environment, checked_step(_awaited(environment.step(own_copy(message))))
-
-
-def _close(environment: Any) -> None:
-    _awaited(environment.close())
-
-
-def _awaited(value: Any) -> Any:
-    return asyncio.run(_settled(value)) if inspect.isawaitable(value) else value
+async def _call_async(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
+    environment, value = _started(state, method, arguments)
+    return environment, _CHECKS[method](await _settled(value))
 
 
 async def _settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _open_async(
-    factory: Callable[[], Environment], prompt: Prompt
-) -> tuple[Environment, tuple[Message, ...]]:
-    return await _reset_async(factory(), prompt)
+def _call_in_worker(method: str, state: Any, *arguments: Any) -> tuple[bytes, Any]:
+    """Call a method of an environment that travels as bytes.
 
-
-async def _reset_async(
-    environment: Environment, prompt: Prompt
-) -> tuple[Environment, tuple[Message, ...]]:
-    return environment, checked_messages(
-        await _settled(environment.reset(own_copy(prompt))), "reset"
-    )
-
-
-async def _step_async(environment: Environment, message: Message) -> tuple[Environment, Step]:
-    return environment, checked_step(await _settled(environment.step(own_copy(message))))
-
-
-async def _close_async(environment: Any) -> None:
-    await _settled(environment.close())
-
-
-# In a worker. An environment travels as bytes that only workers open: the main process needs none
-# of its classes.
-
-
-def _create_in_worker(spec: _Spec) -> bytes:
-    return pickle.dumps(_factory(spec)())
-
-
-def _open_in_worker(spec: _Spec, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
-    environment, messages = _open(_factory(spec), prompt)
-    return pickle.dumps(environment), messages
-
-
-def _reset_in_worker(state: bytes, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
-    environment, messages = _reset(pickle.loads(state), prompt)
-    return pickle.dumps(environment), messages
-
-
-def _step_in_worker(state: bytes, message: Message) -> tuple[bytes, Step]:
-    environment, step = _step(pickle.loads(state), message)
-    return pickle.dumps(environment), step
-
-
-def _close_in_worker(state: bytes) -> None:
-    _close(pickle.loads(state))
-
-
-def _factory(spec: _Spec) -> Callable[[], Environment]:
-    name, arguments = spec
-    return partial(_created, ENVIRONMENTS[name] if name in ENVIRONMENTS else load(name), arguments)
-
-
-_ON_LOOP = {_reset: _reset_async, _step: _step_async, _close: _close_async}
-_IN_WORKER = {_reset: _reset_in_worker, _step: _step_in_worker, _close: _close_in_worker}
+    Only workers open them: the main process needs none of its classes.
+    """
+    given = pickle.loads(state) if isinstance(state, bytes) else state
+    environment, value = _call(method, given, *arguments)
+    return b"" if method == "close" else pickle.dumps(environment), value

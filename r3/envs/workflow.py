@@ -32,7 +32,7 @@ from r3.envs.tool_calls import Parsed
 from r3.metrics.users import checked_metrics
 from r3.types import Message, Prompt
 from r3.user_code.values import number, own_copy
-from r3.user_code.workers import CallError, CallTimeout, Failure, Pool, Threads
+from r3.user_code.workers import CallError, CallTimeout, Done, Pool, Threads
 
 _WAIT_S = 0.01  # for calls of the model, between looks at episodes that have ended
 _BEAT_S = 1.0  # between signs of life that the event loop is asked for
@@ -278,16 +278,6 @@ class Episode(Protocol):
         """The attempt is over: calls in flight are ignored and further ones refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An episode that is over: its result, the limit that ended it, or a failure after retries."""
-
-    key: int
-    result: Result | None = None
-    limit: ModelLimit | None = None
-    failure: Failure | None = None
-
-
 class Workflows:
     """The episodes of workflows in flight, by key, on one event loop in a thread.
 
@@ -327,8 +317,11 @@ class Workflows:
         """Begin an episode; a retry begins it again."""
         self._pool.submit(key, self._run, task, episode)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Ended]:
-        """Return the episodes that have ended; waits at most `timeout_s` for one or for `wake`."""
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        """Return the episodes that have ended: (result, limit that ended it), or a failure.
+
+        Waits at most `timeout_s` for one or for `wake`.
+        """
         until = time.monotonic() + timeout_s
         while not (done := self._pool.poll(0.0)) and self._pool.outstanding:
             remaining_s = until - time.monotonic()
@@ -339,12 +332,7 @@ class Workflows:
                 break
         while not self.wake.empty():
             self.wake.get()
-        ended = []
-        for each in done:
-            result, limit = each.value or (None, None)
-            key: Any = each.key
-            ended.append(Ended(key=key, result=result, limit=limit, failure=each.failure))
-        return ended
+        return done
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from r3.data.jinja import TemplateFault
 from r3.engine import Sampled, Transcript
 from r3.envs import Step
-from r3.envs.runner import Reply, StateError
+from r3.envs.runner import StateError
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
     Progress,
@@ -22,6 +22,7 @@ from r3.rollout.conversation import (
 )
 from r3.rollout.episode import Call, Episode, TokenSequence, message_of
 from r3.types import Message
+from r3.user_code.workers import Done
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,15 +91,15 @@ class EnvironmentEpisode(Episode):
             environment=environment,
         )
 
-    def receive(self, report: Reply) -> None:
+    def receive(self, report: Done) -> None:
         """Take a reply of the environment."""
         try:
             if report.failure is not None:
                 self._end("error", f"{report.failure.kind}: {report.failure.text}")
-            elif report.step is not None:
-                self._continue(report.step)
+            elif isinstance(report.value, Step):
+                self._continue(report.value)
             else:
-                self._begin(report.opened or ())
+                self._begin(report.value)
         except TemplateFault as error:
             self._end("error", str(error))
 

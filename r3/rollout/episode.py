@@ -17,6 +17,7 @@ from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.tool_calls import Parse, Parsed
 from r3.rollout.conversation import ConversationRules
 from r3.types import Message, Prompt, Rollout
+from r3.user_code.workers import Done
 
 # A call by its place: its number in the episode, after those of the forks that lead to it.
 CallName = tuple[int, ...]
@@ -180,7 +181,7 @@ class Episode(ABC):
         """Begin."""
 
     @abstractmethod
-    def receive(self, report: Any) -> None:
+    def receive(self, report: Done) -> None:
         """Take what its environment or workflow returned; sets `outcome` if it is over."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from r3.engine import Sampled, Turn
 from r3.envs.workflow import Workflows
@@ -112,7 +112,7 @@ class Round:
         wait_s = _POLL_INTERVAL_S if both else _IDLE_WAIT_S
         finished, self._num_over = self._num_over, 0
         for report in environments.poll(0.0 if engine_busy or not calls.empty() else wait_s):
-            episode = self.episodes[report.key]
+            episode = self.episodes[cast("int", report.key)]
             episode.receive(report)
             if episode.outcome:
                 finished += episode.is_suspended or self._settle(episode)

@@ -23,7 +23,6 @@ from r3.envs.tool_calls import Parse, Parsed, half_character
 from r3.envs.workflow import (
     CallOptions,
     Completion,
-    Ended,
     EpisodeOver,
     ModelLimit,
     ModelMessage,
@@ -37,6 +36,7 @@ from r3.rollout.conversation import (
 )
 from r3.rollout.episode import Call, CallName, Episode, Said, TokenSequence, message_of
 from r3.types import Message, RouteError
+from r3.user_code.workers import Done
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,11 +72,11 @@ class WorkflowEpisode(Episode):
         for future in self._in_flight:
             future.cancel()
 
-    def receive(self, report: Ended) -> None:
+    def receive(self, report: Done) -> None:
         """Take the result of the workflow, or why there is none."""
-        result, limit, failure = report.result, report.limit, report.failure
-        if failure is not None:
+        if (failure := report.failure) is not None:
             return self.fail(f"{failure.kind}: {failure.text}")
+        result, limit = report.value
         if not self.num_calls and not self.rules.keep_failed:
             why = f" ({limit})" if limit else ""
             return self.fail(

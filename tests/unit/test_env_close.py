@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from r3.config import EnvConfig
-from r3.envs.runner import Environments, Reply
+from r3.envs.runner import Environments
+from r3.user_code.workers import Done
 from tests.environments import collect, prompt, said
 
 pytestmark = pytest.mark.unit
@@ -82,11 +83,11 @@ class Closing:
         settings = EnvConfig(path=f"{file}:{name}", workers=workers, timeout_s=1.5, retries=1)
         self.environments = Environments(settings)
 
-    def open(self, answer: str = "") -> Reply:
+    def open(self, answer: str = "") -> Done:
         self.environments.open(0, replace(prompt(), answer=answer))
         return collect(self.environments, 1)[0]
 
-    def send(self, word: str) -> Reply:
+    def send(self, word: str) -> Done:
         self.environments.send(0, said(word))
         return collect(self.environments, 1)[0]
 
@@ -106,7 +107,7 @@ def test_a_conversation_that_is_over_closes_its_environment_once(
     name: str, workers: int, tmp_path: Path
 ) -> None:
     closing = Closing(tmp_path, name, workers)
-    assert closing.open().opened and closing.send("hello").step
+    assert closing.open().value and closing.send("hello").value
     assert not closing.names("closed")
     closing.environments.forget(0)
     closing.environments.forget(0)
@@ -131,7 +132,7 @@ def test_an_environment_that_fails_is_closed_once(
     if method == "reset":
         failure = closing.open(word).failure
     else:
-        assert closing.open().opened
+        assert closing.open().value
         failure = closing.send(word).failure
     kinds = {"raise": "error", "crash": "crash", "hang": "timeout"}
     assert failure is not None and failure.kind == kinds[word]
@@ -144,7 +145,7 @@ def test_the_end_of_a_run_closes_what_is_open_even_inside_a_call(
     name: str, workers: int, tmp_path: Path
 ) -> None:
     closing = Closing(tmp_path, name, workers)
-    assert closing.open().opened
+    assert closing.open().value
     closing.environments.send(0, said("hang"))
     began = time.monotonic()
     closing.all_closed_once()
@@ -158,13 +159,13 @@ def test_a_suspended_environment_is_closed_when_it_is_dropped_or_over(
     closing = Closing(tmp_path, name, workers)
     states = []
     for _ in range(2):
-        assert closing.open().opened
+        assert closing.open().value
         states.append(closing.environments.suspend(0))
     closing.environments.close_all()
     assert not closing.names("closed"), "suspended is not over"
     closing.environments.discard(states[0])
     closing.environments.resume(0, states[1])
-    assert closing.send("hello").step
+    assert closing.send("hello").value
     closing.environments.forget(0)
     closing.all_closed_once()
 
@@ -174,7 +175,7 @@ def test_a_close_that_fails_is_a_warning_and_not_retried(
 ) -> None:
     monkeypatch.setenv("R3_TEST_CLOSE_FAILS", "1")
     closing = Closing(tmp_path, "Plain", 0)
-    assert closing.open().opened
+    assert closing.open().value
     closing.environments.forget(0)
     with pytest.warns(UserWarning, match=r"(?s)Plain: close\(\) failed \(error\).*on purpose"):
         closing.environments.close_all()

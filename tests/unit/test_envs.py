@@ -251,7 +251,7 @@ def test_conversations_keep_their_own_environment_wherever_it_runs(
     count = 40 if workers == 0 else 6
     for key in range(count):
         environments.open(key, prompt())
-    assert all(reply.opened == prompt().messages for reply in collect(environments, count).values())
+    assert all(reply.value == prompt().messages for reply in collect(environments, count).values())
     for turn in range(2):
         for key in range(count):
             environments.send(key, said("bad" if key == 3 and turn == 1 else f"{key}.{turn}"))
@@ -262,8 +262,7 @@ def test_conversations_keep_their_own_environment_wherever_it_runs(
     failure = replies.pop(3).failure
     assert failure is not None and "bad word" in failure.text
     for key, reply in replies.items():
-        assert reply.step is not None
-        assert reply.step.messages[0]["content"] == f"{key}.0 {key}.1"
+        assert reply.value.messages[0]["content"] == f"{key}.0 {key}.1"
     assert environments.take_counts()["errors"] == 1
     environments.close()
 
@@ -286,8 +285,8 @@ def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> N
     args = ("limit=3", "name=a=b")
     environments = Environments(EnvConfig(path=f"{file}:Limited", args=args, workers=workers))
     environments.open(0, prompt())
-    opened = collect(environments, 1)[0].opened
-    assert opened is not None and opened[0]["content"] == "a=b 4"
+    opened = collect(environments, 1)[0].value
+    assert opened[0]["content"] == "a=b 4"
     environments.close()
 
 

@@ -172,9 +172,9 @@ def test_environments_cannot_change_what_others_see(file: Path, workers: int) ->
     collect(environments, 4)
     for key in range(4):
         environments.send(key, message)
-    steps = [reply.step for reply in collect(environments, 4).values()]
+    steps = [reply.value for reply in collect(environments, 4).values()]
     environments.close()
-    assert [step and step.reward for step in steps] == [0.0] * 4
+    assert [step.reward for step in steps] == [0.0] * 4
     assert (repr(prompt), repr(message), repr(environments.tools)) == (*before, tools)
 
 
