@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from r3.config import ConfigError, Problem
 from r3.config.arguments import Taker
 from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
 from r3.runtime.terminal import say
 from r3.types import Prompt
-from r3.user_code.loading import callable_of, function_of
+from r3.user_code.loading import callable_of, function_of, problem
 from r3.user_code.time_limit import time_limit
 from r3.user_code.values import number, own_copy
 from r3.user_code.workers import CallError
@@ -109,9 +108,8 @@ def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> R
     file, colon, _ = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         rule = "is neither a built-in reward function nor path/to/file.py:function"
-        raise problem(
-            spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
-        )
+        fix = f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
+        raise problem("reward.function", spec, rule, fix)
     return function_of("reward.function", spec, _PASSED, arguments, optional=_PASSED_BY_NAME)
 
 
@@ -123,16 +121,6 @@ def taker_of(name: str, spec: str) -> Taker:
     """
     signature = inspect.signature(callable_of("reward.function", spec, _PASSED))
     return Taker(name=name, signature=signature, passed=len(_PASSED), optional=_PASSED_BY_NAME)
-
-
-def wants_messages(function: Reward) -> bool:
-    """Whether a function has a parameter `messages`, and so gets the whole conversation."""
-    return "messages" in inspect.signature(function).parameters
-
-
-def scores_groups(function: Reward) -> bool:
-    """Whether a function scores all samples of a prompt at once: its first parameter says so."""
-    return next(iter(inspect.signature(function).parameters), "") == "responses"
 
 
 def checked(value: Any) -> float:
@@ -207,8 +195,3 @@ def checked_group(values: Any, count: int) -> tuple[Score, ...]:
             again=False,
         )
     return tuple(checked_score(value) for value in values)
-
-
-def problem(spec: str, rule: str, fix: str, name: str = "reward.function") -> ConfigError:
-    """Return the error of one setting of the reward."""
-    return ConfigError([Problem(field=name, value=spec, rule=rule, fix=fix)])

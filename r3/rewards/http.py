@@ -18,9 +18,9 @@ from urllib.parse import parse_qsl, urlsplit
 from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
 from r3.config.secrets import HIDDEN
-from r3.rewards import problem
 from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.types import Prompt
+from r3.user_code.loading import problem
 from r3.user_code.workers import CallError
 
 _LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
@@ -96,10 +96,7 @@ class ChatJudge:
             text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CallError(f"{self._url} sent no chat completion: {shown}") from error
-        if reason in (
-            "length",
-            "content_filter",
-        ):  # a number in it may be truncated, or not the score
+        if reason in ("length", "content_filter"):  # a number in it may be cut, or not the score
             raise CallError(
                 f"the judge's reply is not whole (finish_reason {reason!r}); reward.max_tokens = "
                 f"{self._settings.max_tokens}: {shown}",
@@ -130,12 +127,12 @@ def _key(name: str) -> str:
     key = os.environ.get(name, "")
     if not key:
         rule = "is not set in the environment"
-        raise problem(name, rule, f"export {name}=...", "reward.api_key_env")
+        raise problem("reward.api_key_env", name, rule, f"export {name}=...")
     bad = next((i for i, letter in enumerate(key) if not "!" <= letter <= "~"), None)
     if bad is not None:
         rule = f"character {bad + 1} of its {len(key)} cannot stand in an HTTP header"
         fix = "look for a space, a line end or a letter that is not ASCII in the variable"
-        raise problem(name, rule, fix, "reward.api_key_env")
+        raise problem("reward.api_key_env", name, rule, fix)
     return key
 
 
@@ -154,7 +151,8 @@ def _checked_url(url: str) -> str:
     except ValueError as error:
         # What stands before an @ may be a password.
         rule = f"is no address ({error})"
-        raise problem(url.rpartition("@")[2], rule, "http://HOST:PORT/v1", "reward.url") from None
+        shown = url.rpartition("@")[2]
+        raise problem("reward.url", shown, rule, "http://HOST:PORT/v1") from None
     if has_secret:
         shown = f"{parts.scheme}://{parts.hostname}{f':{port}' if port else ''}{parts.path}"
         rule = (
@@ -162,7 +160,7 @@ def _checked_url(url: str) -> str:
             "into config.yaml"
         )
         fix = "put the key into an environment variable and name that in reward.api_key_env"
-        raise problem(shown, rule, fix, "reward.url")
+        raise problem("reward.url", shown, rule, fix)
     return url
 
 

@@ -11,8 +11,9 @@ import regex
 
 from r3.config import RewardConfig
 from r3.envs.tool_calls import without_thoughts
-from r3.rewards import checked, problem
+from r3.rewards import checked
 from r3.types import Message, Prompt
+from r3.user_code.loading import problem
 from r3.user_code.workers import CallError
 
 TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
@@ -55,7 +56,7 @@ def template_of(settings: RewardConfig) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read: {error}"
-        raise problem(path, rule, "a text file", "reward.prompt_file") from None
+        raise problem("reward.prompt_file", path, rule, "a text file") from None
 
 
 def filled(template: str, response: str, prompt: Prompt) -> str:

@@ -20,9 +20,10 @@ from r3.data.conversation import replied
 from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
 from r3.models.hub import folder_of
-from r3.rewards import checked, problem
+from r3.rewards import checked
 from r3.runtime.device import Device, Stash, select_device
 from r3.types import Prompt
+from r3.user_code.loading import problem
 from r3.user_code.workers import CallError, Failure
 
 HEADS = ("value_head", "v_head", "reward_head")
@@ -176,7 +177,7 @@ def _loaded(settings: RewardConfig) -> Any:
         more = f" and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""
         rule = f"its files {state} {', '.join(wrong[:3])}{more}, which would be random"
         fix = "save the whole classifier again; the head is score.weight, of shape [1, hidden size]"
-        raise problem(settings.model_path, rule, fix, "reward.model_path")
+        raise problem("reward.model_path", settings.model_path, rule, fix)
     return model.eval().requires_grad_(False)
 
 

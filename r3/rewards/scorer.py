@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 from r3.config import ConfigError, Problem, RewardConfig
@@ -36,16 +35,13 @@ from r3.rewards import (
     Score,
     checked_group,
     checked_score,
-    problem,
     resolve,
-    scores_groups,
     taker_of,
-    wants_messages,
 )
 from r3.rewards.self_judge import SelfJudge
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
-from r3.user_code.loading import load
+from r3.user_code.loading import load, problem
 from r3.user_code.values import own_copy
 from r3.user_code.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 
@@ -65,7 +61,6 @@ class Component:
         function: called as `function(argument, prompt)`; returns a finite number or a `Score`.
         pool: where it runs.
         weight: its factor in the sum; with 0 it is only reported.
-        quick: whether it runs in the caller's thread.
         takes: the first argument: the response, the whole rollout, or the environment's reward.
         wants_messages: whether the whole conversation is a third argument.
         judges: whether it judges the last message of a conversation: its prompt has the messages
@@ -73,49 +68,29 @@ class Component:
         of_group: whether it is called once for all samples of a prompt. The first argument is then
             the list of their responses, the third the list of their conversations, and it returns
             as many numbers or `Score`s.
+        by_verifier: of the function `row`: the components by the names that rows have in their
+            column `verifier`. The component itself fails for rows that name none of them.
     """
 
     name: str
     function: Callable[..., Any]
     pool: Pool
     weight: float = 1.0
-    quick: bool = False
     takes: Literal["response", "rollout", "environment"] = "response"
     wants_messages: bool = False
     judges: bool = False
     of_group: bool = False
+    by_verifier: Mapping[str, Component] = field(default_factory=dict)
 
     @property
     def choices(self) -> tuple[Component, ...]:
-        """This component itself: it scores every row."""
-        return (self,)
+        """All components of which a row names one, or this one alone."""
+        return (*self.by_verifier.values(), self)
 
     def of(self, prompt: Prompt) -> Component:
         """Return the component that scores responses to this prompt."""
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByRow:
-    """The function `row`: each row names the component that scores it in its column `verifier`.
-
-    Attributes:
-        by_name: the components by the names that rows use.
-        missing: fails for rows that name none of them.
-    """
-
-    name: str
-    by_name: Mapping[str, Component]
-    missing: Component
-    weight: float = 1.0
-
-    @property
-    def choices(self) -> tuple[Component, ...]:
-        return (*self.by_name.values(), self.missing)
-
-    def of(self, prompt: Prompt) -> Component:
         # Rows are checked when they are read, unless their environment was to reward them.
-        return self.by_name.get(str(verifier_of(prompt.metadata)), self.missing)
+        return self.by_verifier.get(str(verifier_of(prompt.metadata)), self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +148,7 @@ class Scorer:
 
     def __init__(
         self,
-        components: Sequence[Component | ByRow],
+        components: Sequence[Component],
         *,
         on_error: Literal["stop", "zero", "drop"] = "stop",
         deciding: str = "",
@@ -207,7 +182,7 @@ class Scorer:
     @property
     def quick(self) -> bool:
         """Whether every result is there at the first `poll`."""
-        return all(choice.quick for _, choice in self._choices)
+        return all(isinstance(choice.pool.place, Here) for _, choice in self._choices)
 
     @property
     def judge(self) -> SelfJudge | None:
@@ -375,32 +350,24 @@ class Scorer:
             say(f"{text}\n  {note}", error=True)
 
     def _result(self, key: Hashable, case: _Case) -> RewardResult:
-        seconds = time.monotonic() - case.submitted
-        unreported = "\n".join(case.unreported)
-        if case.failures:
-            return RewardResult(
-                key=key,
-                reward=0.0,
-                parts=case.parts,
-                failure="\n".join(case.failures),
-                unreported=unreported,
-                seconds=seconds,
-            )
         # In the order of reward.function: components finish in any order, and sums of floats depend
         # on it.
         scored = [each for each in self.components if each.name in case.parts]
         parts = {each.name: case.parts[each.name] for each in scored}
-        reward = sum(each.weight * parts[each.name] for each in scored)
-        for each in scored:
-            if isinstance(each, ByRow):
-                parts[f"{each.name}_{each.of(case.prompt).name}"] = parts[each.name]
+        reward = 0.0
+        if not case.failures:
+            reward = sum(each.weight * parts[each.name] for each in scored)
+            for each in scored:
+                if each.by_verifier:
+                    parts[f"{each.name}_{each.of(case.prompt).name}"] = parts[each.name]
         return RewardResult(
             key=key,
             reward=reward,
             parts=parts,
-            metrics=dict(sorted(case.metrics.items())),
-            unreported=unreported,
-            seconds=seconds,
+            metrics={} if case.failures else dict(sorted(case.metrics.items())),
+            failure="\n".join(case.failures),
+            unreported="\n".join(case.unreported),
+            seconds=time.monotonic() - case.submitted,
         )
 
 
@@ -426,25 +393,19 @@ def make_scorer(
     specs = tuple(functions) or settings.function
     rows = settings.row_functions if "row" in specs else ()
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
-    named = [*zip(names_of(specs), specs, strict=True), *zip(names_of(rows), rows, strict=True)]
-    arguments = _arguments(settings, (*named, *others))
+    named, of_rows = ([*zip(names_of(each), each, strict=True)] for each in (specs, rows))
+    arguments = _arguments(settings, (*named, *of_rows, *others))
 
-    def component(spec: str, name: str, weight: float = 1.0) -> Component:
-        if spec == "self_judge":
-            assert renderer is not None, "a policy that judges itself needs its chat template"
-            judge = SelfJudge(settings, renderer)
-            pool = Pool(judge, timeout_s=float("inf"))
-            return Component(
-                name=name, function=judge.tokens, pool=pool, weight=weight, judges=True
-            )
-        return _component(spec, name, weight, settings, model, arguments.get((name, spec), {}))
+    def component(name: str, spec: str) -> Component:
+        if spec == "row":
+            by_verifier = {name: component(name, spec) for name, spec in of_rows}
+            return replace(_here(name, _no_verifier), by_verifier=by_verifier)
+        given = arguments.get((name, spec), {})
+        return _component(name, spec, settings, given, model=model, renderer=renderer)
 
-    by_name = {name: component(spec, name) for spec, name in zip(rows, names_of(rows), strict=True)}
     components = [
-        ByRow(name=name, by_name=by_name, missing=_here(name, _no_verifier), weight=weight)
-        if spec == "row"
-        else component(spec, name, weight)
-        for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
+        replace(component(name, spec), weight=weight)
+        for (name, spec), weight in zip(named, weights, strict=True)
     ]
     decides = "" if functions else settings.deciding
     return Scorer(components, on_error=settings.on_error, deciding=decides)
@@ -480,37 +441,39 @@ def _before_response(rollout: Rollout, prompt: Prompt) -> Prompt:
 
 
 def _component(
-    spec: str,
     name: str,
-    weight: float,
+    spec: str,
     settings: RewardConfig,
-    model: Any,
     arguments: Mapping[str, Any],
+    *,
+    model: Any,
+    renderer: Renderer | None,
 ) -> Component:
-    def pool(place: Place, backoff_s: float = 0.0) -> Pool:
-        return Pool(
+    def pooled(
+        function: Callable[..., Any], place: Place, backoff_s: float = 0.0, **facts: Any
+    ) -> Component:
+        pool = Pool(
             place, timeout_s=settings.timeout_s, retries=settings.retries, backoff_s=backoff_s
         )
+        return Component(name=name, function=function, pool=pool, **facts)
 
     if spec in ENVIRONMENT:
-        return replace(_here(name, _given, weight), takes="environment")
+        return replace(_here(name, lambda reward, prompt: reward), takes="environment")
     if spec in REWARDS:
-        return _here(name, REWARDS[spec], weight)
+        return _here(name, REWARDS[spec])
+    if spec == "self_judge":
+        assert renderer is not None, "a policy that judges itself needs its chat template"
+        judge = SelfJudge(settings, renderer)
+        pool = Pool(judge, timeout_s=float("inf"))
+        return Component(name=name, function=judge.tokens, pool=pool, judges=True)
     if spec == "http":
         from r3.rewards.http import ChatJudge
 
-        connections = pool(Threads(settings.max_connections), settings.backoff_s)
-        return Component(
-            name=name,
-            function=ChatJudge(settings).score,
-            pool=connections,
-            weight=weight,
-            judges=True,
-        )
+        connections = Threads(settings.max_connections)
+        return pooled(ChatJudge(settings).score, connections, settings.backoff_s, judges=True)
     if spec == "model":
         assert model is not None, "the reward model is loaded before its scorers"
-        batches = pool(model.batches())
-        return Component(name=name, function=model.score, pool=batches, weight=weight, judges=True)
+        return pooled(model.score, model.batches(), judges=True)
     if spec == "math":
         from r3.rewards import verify
 
@@ -518,36 +481,32 @@ def _component(
             import math_verify  # noqa: F401
         except ImportError as error:
             fix = "pip install 'math-verify==0.9.0' (the extra math of pyproject.toml)"
-            raise problem(spec, f"math-verify cannot be imported: {error}", fix) from None
+            rule = f"math-verify cannot be imported: {error}"
+            raise problem("reward.function", spec, rule, fix) from None
         workers = Processes(max(1, settings.workers), preload=[f"{verify.__file__}:equal"])
-        return Component(name=name, function=verify.equal, pool=pool(workers), weight=weight)
+        return pooled(verify.equal, workers)
     function = resolve(spec, arguments)
-    of_group = scores_groups(function)
-    if settings.workers:
-        place: Place = Processes(settings.workers, preload=[spec])
-        call: Callable[..., Any] = partial(_call_in_worker, spec, dict(arguments), of_group)
-    else:
-        place = Threads()
-        is_async = inspect.iscoroutinefunction(function)
-        call = partial(_call_async if is_async else _call, function, arguments, of_group)
-    return Component(
-        name=name,
-        function=call,
-        pool=pool(place),
-        weight=weight,
-        wants_messages=wants_messages(function),
+    parameters = inspect.signature(function).parameters
+    of_group = next(iter(parameters), "") == "responses"
+    own = _Own(spec if settings.workers else function, dict(arguments), of_group)
+    place: Place = Processes(settings.workers, preload=[spec]) if settings.workers else Threads()
+    is_awaited = inspect.iscoroutinefunction(function) and not settings.workers
+    return pooled(
+        own.call_async if is_awaited else own.call,
+        place,
+        wants_messages="messages" in parameters,
         of_group=of_group,
     )
 
 
-def _here(name: str, function: Callable[..., Any], weight: float = 1.0) -> Component:
+def _here(name: str, function: Callable[..., Any]) -> Component:
     # The caller's own thread has no time limit, and a function that fails once fails again.
     pool = Pool(Here(), timeout_s=float("inf"))
 
     def call(argument: Any, prompt: Prompt) -> Score:
         return checked_score(function(argument, prompt))
 
-    return Component(name=name, function=call, pool=pool, weight=weight, quick=True)
+    return Component(name=name, function=call, pool=pool)
 
 
 def _no_verifier(response: str, prompt: Prompt) -> float:
@@ -556,60 +515,28 @@ def _no_verifier(response: str, prompt: Prompt) -> float:
     raise CallError(rule, again=False)
 
 
-def _given(environment_reward: float, prompt: Prompt) -> float:
-    return environment_reward
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A user's function, or its path in worker processes, which have loaded its file already."""
 
+    function: Callable[..., Any] | str
+    arguments: dict[str, Any]
+    of_group: bool
 
-def _scores(value: Any, response: Any, of_group: bool) -> Score | tuple[Score, ...]:
-    """Check what a function returned for one response, or for the list of a group's responses."""
-    return checked_group(value, len(response)) if of_group else checked_score(value)
+    def call(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
+        value = self._started(response, prompt, messages)
+        value = asyncio.run(value) if inspect.iscoroutine(value) else value
+        return self._checked(value, response)
 
+    async def call_async(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
+        return self._checked(await self._started(response, prompt, messages), response)
 
-def _call(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    of_group: bool,
-    response: Any,
-    prompt: Prompt,
-    *messages: Any,
-) -> Score | tuple[Score, ...]:
-    value = _started(function, arguments, response, prompt, messages)
-    return _scores(value, response, of_group)
+    def _started(self, response: Any, prompt: Prompt, messages: tuple[Any, ...]) -> Any:
+        """Call the function with copies: it may change what it gets."""
+        function = load(self.function) if isinstance(self.function, str) else self.function
+        named = {"messages": messages[0]} if messages else {}
+        return function(own_copy(response), own_copy(prompt), **own_copy(self.arguments | named))
 
-
-async def _call_async(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    of_group: bool,
-    response: Any,
-    prompt: Prompt,
-    *messages: Any,
-) -> Score | tuple[Score, ...]:
-    value = await _started(function, arguments, response, prompt, messages)
-    return _scores(value, response, of_group)
-
-
-def _call_in_worker(
-    spec: str,
-    arguments: Mapping[str, Any],
-    of_group: bool,
-    response: Any,
-    prompt: Prompt,
-    *messages: Any,
-) -> Score | tuple[Score, ...]:
-    """Call a function in a worker process, which has loaded its file already."""
-    value = _started(load(spec), arguments, response, prompt, messages)
-    value = asyncio.run(value) if inspect.iscoroutine(value) else value
-    return _scores(value, response, of_group)
-
-
-def _started(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    response: Any,
-    prompt: Prompt,
-    messages: tuple[Any, ...],
-) -> Any:
-    """Call a user's function with copies: it may change what it gets."""
-    named = {"messages": messages[0]} if messages else {}
-    return function(own_copy(response), own_copy(prompt), **own_copy({**arguments, **named}))
+    def _checked(self, value: Any, response: Any) -> Score | tuple[Score, ...]:
+        """Check the value of one response, or those of a group's list of responses."""
+        return checked_group(value, len(response)) if self.of_group else checked_score(value)
