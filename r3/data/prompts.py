@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -22,7 +21,6 @@ from r3.data.template import Renderer
 from r3.types import Prompt
 
 _MAX_NAMED = 10
-_BATCH = 64  # rows that the tokenizer gets at once; all share the time limit of one
 
 
 class DataError(ValueError):
@@ -262,75 +260,42 @@ def _prompts(
     tools: Sequence[Mapping[str, Any]],
     finder: SpanFinder | None,
 ) -> Iterator[Prompt | RowProblem]:
-    """Tokenise rows, many in one call where they show the model the same tools."""
+    """Render and tokenise rows."""
     ids: dict[int, int] = {}  # one object per id: a list of the tokenizer has one per token
-    for batch in _batches(rows):
-        offered, continued = list(batch[0].tools or tools), _is_continued(batch[0])
-
-        def tokenise(
-            some: Sequence[Row], offered: Any = offered, continued: bool = continued
-        ) -> list[list[int]]:
-            chats = [row.messages for row in some]
-            found = renderer.rendered_all(chats, offered, opening=not continued)
-            if not continued:
-                return renderer.batch([each.text for each in found])
-            # What the template closes the last message with is left out.
-            whole = zip(found, chats, strict=True)
-            return renderer.batch([each.text[: each.end_of(len(chat) - 1)] for each, chat in whole])
-
-        together: list[list[int]] = []
-        if finder is None and len(batch) > 1:
-            # After a fault, one by one: the row that is refused must be named.
-            with suppress(TemplateFault):
-                together = tokenise(batch)
-        for index, row in enumerate(batch):
-            spans: list[tuple[int, int]] = []
-            try:
-                if finder is not None:
-                    tokens, spans = finder.find(row.messages, row.answers[0], offered)
-                else:
-                    tokens = together[index] if together else tokenise([row])[0]
-            except TemplateFault as error:
-                rule = f"is refused by the model's chat template ({error})"
-                fix = "use roles in the order the template takes, or correct the template"
-                if isinstance(error, NotRendered):
-                    rule, fix = f"does not reach the model as it is: {error}", error.fix
-                problem = _bad(row, columns.prompt, rule, fix)
-                if isinstance(error, EndlessTemplate):  # all other rows would take as long
-                    raise DataError([problem]) from None
-                yield problem
-                continue
-            yield Prompt(
-                id=f"{label}:{row.number}",
-                messages=row.messages,
-                tokens_T=tuple(map(ids.setdefault, tokens, tokens)),
-                answer=row.answers[0],
-                answers=row.answers,
-                metadata=row.columns,
-                spans=tuple(spans),
-                tools=tuple(offered),
+    for row in rows:
+        offered, last = list(row.tools or tools), row.messages[-1]
+        spans: list[tuple[int, int]] = []
+        try:
+            if finder is not None:
+                tokens, spans = finder.find(row.messages, row.answers[0], offered)
+            else:
+                continued = last["role"] == "assistant"
+                found = renderer.rendered(row.messages, offered, opening=not continued)
+                # What the template closes a message with that the policy continues is left out.
+                end = found.end_of(len(row.messages) - 1) if continued else None
+                tokens = renderer.tokens(found.text[:end])
+        except TemplateFault as error:
+            rule = f"is refused by the model's chat template ({error})"
+            fix = "use roles in the order the template takes, or correct the template"
+            if isinstance(error, NotRendered):
+                rule, fix = f"does not reach the model as it is: {error}", error.fix
+            problem = RowProblem(
+                file=row.file, line=row.line, field=columns.prompt, rule=rule, fix=fix
             )
-
-
-def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Neighbours with the same tools that end alike.
-
-    The first row is alone: a template may never end.
-    """
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        while start > 0 and end < min(start + _BATCH, len(rows)):
-            first, row = rows[start], rows[end]
-            if (row.tools, _is_continued(row)) != (first.tools, _is_continued(first)):
-                break
-            end += 1
-        yield rows[start:end]
-        start = end
-
-
-def _is_continued(row: Row) -> bool:
-    return row.messages[-1]["role"] == "assistant"
+            if isinstance(error, EndlessTemplate):  # all other rows would take as long
+                raise DataError([problem]) from None
+            yield problem
+            continue
+        yield Prompt(
+            id=f"{label}:{row.number}",
+            messages=row.messages,
+            tokens_T=tuple(map(ids.setdefault, tokens, tokens)),
+            answer=row.answers[0],
+            answers=row.answers,
+            metadata=row.columns,
+            spans=tuple(spans),
+            tools=tuple(offered),
+        )
 
 
 def source_labels(sources: Sequence[str]) -> list[str]:
@@ -349,10 +314,6 @@ def source_labels(sources: Sequence[str]) -> list[str]:
         f"{label}#{count}" if (count := labels[: place + 1].count(label)) > 1 else label
         for place, label in enumerate(labels)
     ]
-
-
-def _bad(row: Row, field: str, rule: str, fix: str) -> RowProblem:
-    return RowProblem(file=row.file, line=row.line, field=field, rule=rule, fix=fix)
 
 
 def _whole(source: str, rule: str, fix: str, field: str = "file") -> RowProblem:

@@ -193,39 +193,20 @@ class ChatTemplate:
             NotRendered: a part of the conversation does not appear once and unchanged.
             TemplateFault: the template refuses the messages.
         """
-        (found,) = self.render_all([messages], tools, opening=opening, rule=rule)
-        return found
+        self._check_names(messages, rule)
+        text = self._apply(self._in_form(messages, self._form(tools)), tools, opening)
+        return self._located(text, messages, tools, opening, rule)
 
-    def render_all(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        tools: Sequence[Any] = (),
-        *,
-        opening: bool = True,
-        rule: Rule = "shown",
-    ) -> list[Rendered]:
-        """Render several conversations with the same tools; see `render`."""
-        for messages in conversations:
-            self._check_names(messages, rule)
-        shown = [self._in_form(messages, self._form(tools)) for messages in conversations]
-        texts = self._apply(shown, tools, opening)
-        return [
-            self._located(text, messages, tools, opening, rule)
-            for text, messages in zip(texts, conversations, strict=True)
-        ]
-
-    def _apply(
-        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Any], opening: bool
-    ) -> list[str]:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any], opening: bool) -> str:
         texts: list[str] = apply_template(
             self._tokenizer,
-            [list(messages) for messages in conversations],
+            [list(messages)],  # by itself, a conversation without messages would raise IndexError
             tools=list(tools) or None,
             add_generation_prompt=opening,
             tokenize=False,
             **self._variables,
         )
-        return texts
+        return texts[0]
 
     def _check_names(self, messages: Sequence[Message], rule: Rule) -> None:
         """Refuse roles and keys that mean nothing to the template."""
@@ -278,7 +259,7 @@ class ChatTemplate:
         """Whether a call appears with all of its arguments as JSON, or as texts of their own."""
         try:
             before, text = (
-                self._apply([self._in_form(each, form)], tools, False)[0]
+                self._apply(self._in_form(each, form), tools, False)
                 for each in (messages[:1], messages)
             )
         except TemplateFault:
@@ -330,7 +311,7 @@ class ChatTemplate:
         """What the template writes between markers, and the numbers of the markers in order."""
         names = [str(tool_name(tool)) for tool in tools]
         named = [_renamed(tool, f"R3tool{number}x") for number, tool in enumerate(tools)]
-        (text,) = self._apply([self._in_form(marked, self._form(tools))], named, opening)
+        text = self._apply(self._in_form(marked, self._form(tools)), named, opening)
         for number, name in enumerate(names):
             if (marker := f"R3tool{number}x") not in text:
                 rule = f"the chat template does not show the tool {name!r}"

@@ -68,10 +68,7 @@ class SpanFinder:
             raise NotRendered(rule, "put a message of the user before it, or give it train: false")
 
         def rendered(count: int, *, opening: bool = False) -> Rendered:
-            (found,) = renderer.rendered_all(
-                [messages[:count]], tools, opening=opening, rule="learned"
-            )
-            return found
+            return renderer.rendered(messages[:count], tools, opening=opening, rule="learned")
 
         whole = rendered(places[-1] + 1)
         text = whole.text + self._opening(messages, places[-1])

@@ -124,39 +124,37 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opening: bool = True
     ) -> str:
-        """Return a conversation that goes on as text; see `rendered_all`."""
-        return self.rendered_all([messages], tools, opening=opening, rule="history")[0].text
+        """Return a conversation that goes on as text; see `rendered`."""
+        return self.rendered(messages, tools, opening=opening, rule="history").text
 
-    def rendered_all(
+    def rendered(
         self,
-        conversations: Sequence[Sequence[Message]],
+        messages: Sequence[Message],
         tools: Sequence[Any] = (),
         *,
         opening: bool = True,
         rule: Rule = "shown",
-    ) -> list[Rendered]:
-        """Render conversations with the same tools; all that is given appears, or is refused.
+    ) -> Rendered:
+        """Render a conversation; all that is given appears, or is refused.
 
         Args:
-            conversations: messages in any form that `r3.data.conversation` reads.
+            messages: in any form that `r3.data.conversation` reads.
             tools: JSON schemas that the template shows.
             opening: whether the text goes on to where the model's message begins.
             rule: what must appear.
 
         Raises:
-            NotRendered: the template drops or changes a part of a conversation.
+            NotRendered: the template drops or changes a part of the conversation.
             TemplateFault: it refuses the messages, or one is none.
         """
-        marked = [self.marked(_read(messages)) for messages in conversations]
-        tools = self.marked(tools)
-        found = self.template.render_all(marked, tools, opening=opening, rule=rule)
-        for each in found:
-            # Every text by itself has marks, so what the template did not write is of two of them.
-            if self._count_written(each.text) > sum(map(self._count_written, each.glue)):
-                raise NotRendered(
-                    "two texts that the chat template joins make a control token together",
-                    "leave a character between them",
-                )
+        marked, tools = self.marked(_read(messages)), self.marked(tools)
+        found = self.template.render(marked, tools, opening=opening, rule=rule)
+        # Every text by itself has marks, so what the template did not write is of two of them.
+        if self._count_written(found.text) > sum(map(self._count_written, found.glue)):
+            raise NotRendered(
+                "two texts that the chat template joins make a control token together",
+                "leave a character between them",
+            )
         return found
 
     def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -181,22 +179,12 @@ class Renderer:
         Raises:
             TemplateFault: it holds half a character.
         """
-        return self.batch([text])[0]
-
-    def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise several rendered texts at once.
-
-        Raises:
-            TemplateFault: one holds half a character.
-        """
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                half = text[error.start]
-                raise TemplateFault(f"a message holds {half!r}, half of a character") from None
-        found = iter(self._encoded([text for text in texts if _MARK not in text]))
-        return [self._cut(text) if _MARK in text else next(found) for text in texts]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise TemplateFault(f"a message holds {half!r}, half of a character") from None
+        return self._cut(text) if _MARK in text else self._encoded(text)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token, which may be part of a character."""
@@ -288,12 +276,12 @@ class Renderer:
         for first, end in [*found, (len(text), len(text))]:
             piece = text[start:first]
             if _MARK in piece:
-                tokens += self._encoded([plain])[0] + self._as_text(self.text(piece))
+                tokens += self._encoded(plain) + self._as_text(self.text(piece))
                 plain = ""
             else:
                 plain += piece
             plain, start = plain + text[first:end], end
-        return tokens + self._encoded([plain])[0]
+        return tokens + self._encoded(plain)
 
     def _as_text(self, text: str) -> list[int]:
         """Tokenise a text that has no control token, only what looks like one."""
@@ -308,12 +296,10 @@ class Renderer:
         halves = self._patterns["tool"].sub(
             lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text
         )
-        return [token for half in self._encoded(halves.split(_MARK)) for token in half]
+        return [token for half in halves.split(_MARK) for token in self._encoded(half)]
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return list(self._tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _after(self, role: str) -> str:
         """What follows a message of the model if one of this role comes next; "" if refused."""
