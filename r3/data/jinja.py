@@ -33,6 +33,10 @@ def apply_template(
 ) -> Any:
     """Return what `tokenizer.apply_chat_template` returns for these messages and options.
 
+    Args:
+        messages: a conversation, or several, each a list.
+        limit_s: seconds for all of them.
+
     Raises:
         TemplateFault: the template refuses the messages or fails.
         EndlessTemplate: it takes longer than `limit_s`.

@@ -300,8 +300,8 @@ class Workflows:
         self._class = found
         self._arguments = keyword_arguments(settings.args) | settings.command_arguments
         # Episodes limit their own time. `env.workers` limits commands; other workflows refuse it.
-        place = Threads(settings.workers or None)
-        self._pool = Pool(place, timeout_s=float("inf"), retries=settings.retries)
+        limit = settings.workers or float("inf")
+        self._pool = Pool(Threads(), timeout_s=float("inf"), retries=settings.retries, limit=limit)
         self._thread = 0  # that of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_asked: float | None = None

@@ -24,12 +24,11 @@ from r3.rewards import checked
 from r3.runtime.device import Device, Stash, select_device
 from r3.types import Prompt
 from r3.user_code.loading import problem
-from r3.user_code.workers import CallError, Failure
+from r3.user_code.workers import CallError, Failure, Place
 
 HEADS = ("value_head", "v_head", "reward_head")
 """Names that other trainers give to the head, which is `score` in transformers."""
 
-Ended = tuple[int, Any, Failure | None]
 Encoded = list[int]
 
 
@@ -181,8 +180,8 @@ def _loaded(settings: RewardConfig) -> Any:
     return model.eval().requires_grad_(False)
 
 
-class Batches:
-    """A place (`r3.user_code.workers.Place`) where one thread computes many calls together.
+class Batches(Place):
+    """A place where one thread computes many calls together.
 
     The submitted function is not called: `encode` and `score_many` do its work for many arguments
     at once.
@@ -200,18 +199,15 @@ class Batches:
         tokens: int,
         wait_s: float,
     ) -> None:
+        super().__init__()
         self._encode, self._score_many = encode, score_many
         self._size, self._budget, self._wait_s = size, tokens, wait_s
         self._arrived: queue.SimpleQueue[tuple[int, tuple[Any, ...], float] | None] = (
             queue.SimpleQueue()
         )
-        self._ended: queue.SimpleQueue[Ended | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._abandoned: set[int] = set()
         self.trace: list[tuple[float, float, int]] = []
-
-    def has_room(self) -> bool:
-        return True
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         if self._thread is None:
@@ -221,20 +217,6 @@ class Batches:
 
     def abandon(self, token: int) -> None:
         self._abandoned.add(token)
-
-    def collect(self, timeout_s: float) -> list[Ended]:
-        ended: list[Ended] = []
-        try:
-            found = (
-                self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
-            )
-            while True:
-                if isinstance(found, BaseException):  # the model itself cannot run
-                    raise found
-                ended.append(found)
-                found = self._ended.get_nowait()
-        except queue.Empty:
-            return ended
 
     def close(self) -> None:
         if self._thread is not None:

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 from r3.config import ConfigError, Problem, RewardConfig
@@ -449,14 +450,7 @@ def _component(
     model: Any,
     renderer: Renderer | None,
 ) -> Component:
-    def pooled(
-        function: Callable[..., Any], place: Place, backoff_s: float = 0.0, **facts: Any
-    ) -> Component:
-        pool = Pool(
-            place, timeout_s=settings.timeout_s, retries=settings.retries, backoff_s=backoff_s
-        )
-        return Component(name=name, function=function, pool=pool, **facts)
-
+    new_pool = partial(Pool, timeout_s=settings.timeout_s, retries=settings.retries)
     if spec in ENVIRONMENT:
         return replace(_here(name, lambda reward, prompt: reward), takes="environment")
     if spec in REWARDS:
@@ -469,11 +463,12 @@ def _component(
     if spec == "http":
         from r3.rewards.http import ChatJudge
 
-        connections = Threads(settings.max_connections)
-        return pooled(ChatJudge(settings).score, connections, settings.backoff_s, judges=True)
+        pool = new_pool(Threads(), backoff_s=settings.backoff_s, limit=settings.max_connections)
+        return Component(name=name, function=ChatJudge(settings).score, pool=pool, judges=True)
     if spec == "model":
         assert model is not None, "the reward model is loaded before its scorers"
-        return pooled(model.score, model.batches(), judges=True)
+        pool = new_pool(model.batches())
+        return Component(name=name, function=model.score, pool=pool, judges=True)
     if spec == "math":
         from r3.rewards import verify
 
@@ -484,16 +479,17 @@ def _component(
             rule = f"math-verify cannot be imported: {error}"
             raise problem("reward.function", spec, rule, fix) from None
         workers = Processes(max(1, settings.workers), preload=[f"{verify.__file__}:equal"])
-        return pooled(verify.equal, workers)
+        return Component(name=name, function=verify.equal, pool=new_pool(workers))
     function = resolve(spec, arguments)
     parameters = inspect.signature(function).parameters
     of_group = next(iter(parameters), "") == "responses"
     own = _Own(spec if settings.workers else function, dict(arguments), of_group)
     place: Place = Processes(settings.workers, preload=[spec]) if settings.workers else Threads()
     is_awaited = inspect.iscoroutinefunction(function) and not settings.workers
-    return pooled(
-        own.call_async if is_awaited else own.call,
-        place,
+    return Component(
+        name=name,
+        function=own.call_async if is_awaited else own.call,
+        pool=new_pool(place),
         wants_messages="messages" in parameters,
         of_group=of_group,
     )

@@ -16,7 +16,7 @@ from r3.data.template import Renderer
 from r3.rewards import Score
 from r3.rewards.judge import filled, parsed, template_of
 from r3.types import Prompt
-from r3.user_code.workers import CallError, Failure
+from r3.user_code.workers import CallError, Failure, Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,8 @@ class Question:
     tokens_T: tuple[int, ...]
 
 
-class SelfJudge:
-    """A place (`r3.user_code.workers.Place`) whose calls wait until the engine has replied.
+class SelfJudge(Place):
+    """A place whose calls wait until the engine has replied.
 
     Attributes:
         max_tokens: maximum tokens of a reply.
@@ -49,12 +49,12 @@ class SelfJudge:
         Raises:
             ConfigError: `reward.prompt_file` cannot be read.
         """
+        super().__init__()
         self.max_tokens = settings.max_tokens
         self._settings, self.renderer = settings, renderer
         self._template = template_of(settings)
         self._asked: list[Question] = []
         self._waiting: dict[int, Question] = {}
-        self._ended: list[tuple[int, Any, Failure | None]] = []
 
     @property
     def has_questions(self) -> bool:
@@ -108,28 +108,16 @@ class SelfJudge:
             "reward/no_verdict_frac": float(not judged),
             "reward/question_tokens_mean": float(len(question.tokens_T)),
         }
-        self._ended.append((number, Score(value, metrics), None))
-
-    def has_room(self) -> bool:
-        return True
+        self._ended.put((number, Score(value, metrics), None))
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
             question = Question(number=token, tokens_T=function(*arguments))
         except CallError as error:
-            self._ended.append((token, None, Failure("error", str(error), error.again)))
+            self._ended.put((token, None, Failure("error", str(error), error.again)))
             return
         self._waiting[token] = question
         self._asked.append(question)
 
     def abandon(self, token: int) -> None:
         raise AssertionError("a question has no time limit and is never abandoned")
-
-    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def close(self) -> None:
-        self._asked.clear()
-        self._waiting.clear()
-        self._ended.clear()

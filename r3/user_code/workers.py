@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from r3.runtime.process import die_with_parent
 from r3.user_code.loading import START_LIMIT_S, as_named, load
@@ -78,20 +78,39 @@ class WorkerError(RuntimeError):
     """Worker processes cannot be started."""
 
 
-class Place(Protocol):
+Ended = tuple[int, Any, Failure | None]
+"""A call in a place that has ended: its token, and its value or failure."""
+
+
+class Place:
     """Where calls run. Each call has a token, which is used once."""
+
+    def __init__(self) -> None:
+        # From any thread. An exception is of the place itself: it ends the run.
+        self._ended: queue.SimpleQueue[Ended | BaseException] = queue.SimpleQueue()
 
     def has_room(self) -> bool:
         """Whether a call can start now."""
+        return True
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Start a call."""
+        raise NotImplementedError
 
     def abandon(self, token: int) -> None:
         """Stop a call, or at least ignore its result."""
 
-    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+    def collect(self, timeout_s: float) -> list[Ended]:
         """Calls that have ended; waits at most `timeout_s` for the first one."""
+        ended: list[Ended] = []
+        with suppress(queue.Empty):
+            while True:
+                wait_s = 0.0 if ended else timeout_s
+                found = self._ended.get(block=wait_s > 0, timeout=wait_s)
+                if isinstance(found, BaseException):
+                    raise found
+                ended.append(found)
+        return ended
 
     def close(self) -> None:
         """Stop everything that was started."""
@@ -120,13 +139,25 @@ class Pool:
     """
 
     def __init__(
-        self, place: Place, *, timeout_s: float, retries: int = 0, backoff_s: float = 0.0
+        self,
+        place: Place,
+        *,
+        timeout_s: float,
+        retries: int = 0,
+        backoff_s: float = 0.0,
+        limit: float = float("inf"),
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            limit: calls at once, without abandoned ones.
+        """
         self.counts: Counter[str] = Counter()
         self.place = place
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
+        self._limit = limit
         self._waiting: deque[_Call] = deque()
         self._later: list[_Call] = []  # to be tried again, when it is time
         self._running: dict[int, _Call] = {}
@@ -212,7 +243,7 @@ class Pool:
             now = time.monotonic()
             self._waiting += [call for call in self._later if call.due <= now]
             self._later = [call for call in self._later if call.due > now]
-        while self._waiting and self.place.has_room():
+        while self._waiting and len(self._running) < self._limit and self.place.has_room():
             call = self._waiting.popleft()
             call.attempts += 1
             call.deadline = time.monotonic() + self._timeout_s
@@ -234,50 +265,25 @@ class Pool:
         return [Done(call.key, None, failure)]
 
 
-class Here:
+class Here(Place):
     """Runs calls directly in the caller's thread: for functions that take microseconds."""
 
-    def __init__(self) -> None:
-        self._ended: list[tuple[int, Any, Failure | None]] = []
-
-    def has_room(self) -> bool:
-        return True
-
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._ended.append((token, *_outcome(function, arguments)))
-
-    def abandon(self, token: int) -> None:
-        """Nothing to do: the call has ended already."""
-
-    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def close(self) -> None:
-        self._ended.clear()
+        self._ended.put((token, *_outcome(function, arguments)))
 
 
-class Threads:
+class Threads(Place):
     """A thread for each call that waits for something else; coroutines share one event loop.
 
     A thread cannot be killed: one that hangs is abandoned, and its later result is ignored.
-
-    Args:
-        limit: calls at once, without abandoned ones; None = any number.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
-        self._running: set[int] = set()
-        self._ended: queue.SimpleQueue[tuple[int, Any, Failure | None]] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        super().__init__()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, Any] = {}
 
-    def has_room(self) -> bool:
-        return self._limit is None or len(self._running) < self._limit
-
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._running.add(token)
         if inspect.iscoroutinefunction(function):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -301,20 +307,12 @@ class Threads:
             self._ended.put((token, None, _failure(error)))
 
     def abandon(self, token: int) -> None:
-        self._running.discard(token)
         if token in self._tasks:
             self._tasks.pop(token).cancel()
 
-    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
-        ended = []
-        with suppress(queue.Empty):
-            ended.append(
-                self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
-            )
-            while True:
-                ended.append(self._ended.get_nowait())
+    def collect(self, timeout_s: float) -> list[Ended]:
+        ended = super().collect(timeout_s)
         for token, _, _ in ended:
-            self._running.discard(token)
             self._tasks.pop(token, None)
         return ended
 
@@ -346,7 +344,7 @@ class _Worker:
     start_deadline: float = 0.0
 
 
-class Processes:
+class Processes(Place):
     """A fixed number of fresh interpreters, one call at a time each. A worker that is stopped or
     dies is replaced.
 
@@ -357,6 +355,7 @@ class Processes:
     """
 
     def __init__(self, count: int, *, preload: Sequence[str] = ()) -> None:
+        super().__init__()
         self._count = count
         self._preload = tuple(preload)
         self._workers: list[_Worker] = []
@@ -376,9 +375,9 @@ class Processes:
     def abandon(self, token: int) -> None:
         self._replace(next(worker for worker in self._workers if worker.token == token))
 
-    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+    def collect(self, timeout_s: float) -> list[Ended]:
         self.has_room()
-        ended: list[tuple[int, Any, Failure | None]] = []
+        ended: list[Ended] = []
         by_connection = {id(worker.connection): worker for worker in self._workers}
         for connection in wait([worker.connection for worker in self._workers], timeout_s):
             worker = by_connection[id(connection)]
@@ -410,7 +409,7 @@ class Processes:
             _end(worker)
         self._workers.clear()
 
-    def _died(self, worker: _Worker, ended: list[tuple[int, Any, Failure | None]]) -> None:
+    def _died(self, worker: _Worker, ended: list[Ended]) -> None:
         code = worker.process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not worker.ready:
