@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from r3.data.conversation import read_json
 from r3.envs.openai_api import (
+    MODEL_ENTRY,
     ApiError,
     Memory,
     Request,
@@ -32,8 +33,6 @@ from r3.envs.openai_api import (
     check_model,
     completion_reply,
     completion_request,
-    limit_error,
-    model_entry,
 )
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 from r3.runtime.terminal import say
@@ -119,11 +118,11 @@ class Endpoint:
         from starlette.routing import Route
 
         routes = [
-            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
-            Route("/v1/models", self._answering(self._models), methods=["GET"]),
-            Route("/v1/models/{name}", self._answering(self._model), methods=["GET"]),
-            Route("/{path:path}", self._answering(self._nothing), methods=["GET", "POST"]),
+            Route("/v1/chat/completions", self._answering(_chat), methods=["POST"]),
+            Route("/v1/completions", self._answering(_complete), methods=["POST"]),
+            Route("/v1/models", self._answering(_models), methods=["GET"]),
+            Route("/v1/models/{name}", self._answering(_models), methods=["GET"]),
+            Route("/{path:path}", self._answering(_nothing), methods=["GET", "POST"]),
         ]
         config = uvicorn.Config(
             Starlette(routes=routes, exception_handlers={Exception: _failed}),
@@ -158,31 +157,32 @@ class Endpoint:
 
         return answer
 
-    async def _chat(self, request: HttpRequest, access: Access) -> Response:
-        wanted = chat_request(await _body(request, access), access.memory)
-        call = access.model.chat(**wanted.arguments)
-        message = await _called(request, access, wanted, call)
-        return _reply(chat_reply(message, wanted, access.memory, access.model), wanted)
 
-    async def _complete(self, request: HttpRequest, access: Access) -> Response:
-        wanted = completion_request(await _body(request, access))
-        call = access.model.complete(**wanted.arguments)
-        completion = await _called(request, access, wanted, call)
-        return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
+async def _chat(request: HttpRequest, access: Access) -> Response:
+    wanted = chat_request(await _body(request, access), access.memory)
+    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
+    return _reply(chat_reply(message, wanted, access.memory, access.model), wanted)
 
-    async def _models(self, request: HttpRequest, access: Access) -> Response:
-        return _json({"object": "list", "data": [model_entry()]})
 
-    async def _model(self, request: HttpRequest, access: Access) -> Response:
-        check_model(request.path_params["name"])
-        return _json(model_entry())
+async def _complete(request: HttpRequest, access: Access) -> Response:
+    wanted = completion_request(await _body(request, access))
+    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
+    return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
 
-    async def _nothing(self, request: HttpRequest, access: Access) -> Response:
-        text = (
-            f"{request.method} {request.url.path} is not served; /v1/chat/completions, "
-            "/v1/completions and /v1/models are"
-        )
-        raise ApiError(404, text, code="unknown_url")
+
+async def _models(request: HttpRequest, access: Access) -> Response:
+    if "name" not in request.path_params:
+        return _json({"object": "list", "data": [MODEL_ENTRY]})
+    check_model(request.path_params["name"])
+    return _json(MODEL_ENTRY)
+
+
+async def _nothing(request: HttpRequest, access: Access) -> Response:
+    text = (
+        f"{request.method} {request.url.path} is not served; /v1/chat/completions, "
+        "/v1/completions and /v1/models are"
+    )
+    raise ApiError(404, text, code="unknown_url")
 
 
 _ENDPOINTS: WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = WeakKeyDictionary()
@@ -208,7 +208,8 @@ async def _called(
         return await sampling
     except ModelLimit as limit:
         access.limit = limit
-        raise limit_error(limit) from limit
+        code = "context_length_exceeded" if limit.limit == "length" else "max_turns_exceeded"
+        raise ApiError(400, str(limit), code=code) from limit
     except ValueError as error:
         raise ApiError(400, str(error)) from error
     except (asyncio.CancelledError, EpisodeOver) as error:

@@ -14,20 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3.data.conversation import MessageFault, read_message
-from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
+from r3.envs.workflow import Completion, Model, ModelMessage
 
 MODEL = "policy"
 """Name of the model."""
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 _TAKEN = {
-    "model",
-    "max_tokens",
-    "stop",
-    "stream",
-    "stream_options",
-    "train",
-    "logprobs",
+    *("model", "max_tokens", "stop", "stream", "stream_options", "train", "logprobs"),
     *_SAMPLING,
 }
 _CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
@@ -73,12 +67,6 @@ class ApiError(Exception):
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         }
-
-
-def limit_error(limit: ModelLimit) -> ApiError:
-    """The API's error for a limit of turns or tokens."""
-    code = "context_length_exceeded" if limit.limit == "length" else "max_turns_exceeded"
-    return ApiError(400, str(limit), code=code)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,14 +174,14 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
     if not request.stream:
         shown |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
         choice = {"index": 0, "message": shown, "logprobs": logprobs, "finish_reason": reason}
-        return [_body("chat.completion", memory, [choice]) | {"usage": _usage(completion)}]
+        return _bodies("chat.completion", memory, [choice], request, completion)
     if calls:
         shown["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     choices = [
         {"index": 0, "delta": shown, "logprobs": logprobs, "finish_reason": None},
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason},
     ]
-    return _events("chat.completion.chunk", memory, choices, request, completion)
+    return _bodies("chat.completion.chunk", memory, choices, request, completion)
 
 
 def completion_reply(
@@ -207,14 +195,11 @@ def completion_reply(
         logprobs |= {"top_logprobs": None, "text_offset": None}
     choice = {"index": 0, "text": _before_stop(completion.text, request), "logprobs": logprobs}
     choice["finish_reason"] = completion.finish_reason
-    if request.stream:
-        return _events("text_completion", memory, [choice], request, completion)
-    return [_body("text_completion", memory, [choice]) | {"usage": _usage(completion)}]
+    return _bodies("text_completion", memory, [choice], request, completion)
 
 
-def model_entry() -> dict[str, Any]:
-    """The only entry of `/v1/models`."""
-    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "r3"}
+MODEL_ENTRY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "r3"}
+"""The only entry of `/v1/models`."""
 
 
 def check_model(name: Any) -> None:
@@ -251,10 +236,8 @@ def _request(body: Mapping[str, Any], *, logprobs: bool) -> Request:
     if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
         raise ApiError(400, "stop must be a text or a list of texts", param="stop")
     train = _typed(body, "train", bool) is not False
-    kinds = {"temperature": float, "top_p": float, "top_k": int}
-    given = {
-        name: value for name in _SAMPLING if (value := _typed(body, name, kinds[name])) is not None
-    }
+    given = {name: _typed(body, name, kind) for name, kind in _SAMPLING.items()}
+    given = {name: value for name, value in given.items() if value is not None}
     options = _typed(body, "stream_options", dict) or {}
     return Request(
         arguments={
@@ -316,7 +299,7 @@ def _shown(
         calls.append(
             {"id": f"call{memory.num_calls:05d}", "type": "function", "function": function}
         )
-    ids = tuple(str(call["id"]) for call in calls)
+    ids = [str(call["id"]) for call in calls]
     parsed = [(call["name"], call["arguments"]) for call in said.calls]
     seen = _seen(content, reasoning, ids, parsed)
     if calls or reasoning or content != text or seen in memory.said:
@@ -325,25 +308,19 @@ def _shown(
     return shown | ({"reasoning": reasoning} if reasoning else {}), calls
 
 
-def _usage(completion: Completion) -> dict[str, int]:
+def _bodies(
+    kind: str, memory: Memory, choices: list[Any], request: Request, completion: Completion
+) -> list[Any]:
+    """One body with token counts, or an event per choice and, if asked for, one with the counts."""
+    head = {"id": f"reply-{memory.num_replies}", "object": kind, "created": int(time.time())}
+    head["model"] = MODEL
     count = len(completion.tokens)
-    return {
+    usage = {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": count,
         "total_tokens": completion.prompt_tokens + count,
     }
-
-
-def _body(kind: str, memory: Memory, choices: list[Any]) -> dict[str, Any]:
-    name = f"reply-{memory.num_replies}"
-    created = int(time.time())
-    return {"id": name, "object": kind, "created": created, "model": MODEL, "choices": choices}
-
-
-def _events(
-    kind: str, memory: Memory, choices: list[Any], request: Request, completion: Completion
-) -> list[Any]:
-    events = [_body(kind, memory, [choice]) for choice in choices]
-    if request.usage:
-        events.append(_body(kind, memory, []) | {"usage": _usage(completion)})
-    return events
+    if not request.stream:
+        return [head | {"choices": choices, "usage": usage}]
+    events = [head | {"choices": [choice]} for choice in choices]
+    return [*events, head | {"choices": [], "usage": usage}] if request.usage else events

@@ -72,19 +72,15 @@ class ConversationSetup:
             fix = "use a chat template that writes it if add_generation_prompt is set"
             raise ConfigError([Problem("model.path", model_path, rule, fix)])
         parser = message_parser(settings, tokenizer, template_kwargs)
-        if is_workflow(found):
-            return cls(
-                environments=Workflows(settings, cast("type[Workflow]", found)),
-                tokenizer=tokenizer,
-                renderer=renderer,
-                parser=parser,
-            )
-        environments = Environments(settings)
+        environments: Environments | Workflows
         chat = None
-        if not environments.one_turn:
-            chat = Chat(
-                renderer, model_path, environments.tools, keep_reasoning=settings.keep_reasoning
-            )
+        if is_workflow(found):
+            environments = Workflows(settings, cast("type[Workflow]", found))
+        else:
+            environments = Environments(settings)
+            if not environments.one_turn:
+                keep = settings.keep_reasoning
+                chat = Chat(renderer, model_path, environments.tools, keep_reasoning=keep)
         return cls(
             environments=environments,
             tokenizer=tokenizer,

@@ -119,13 +119,8 @@ class Call:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """A message of the model: its sample, its text, and what was read in it."""
-
-    sampled: Sampled
-    text: str
-    parsed: Parsed
+Said = tuple[Sampled, str, Parsed]
+"""A message of the model: its sample, its text, and what was read in it."""
 
 
 def message_of(text: str, finish_reason: str, parsed: Parsed) -> dict[str, Any]:

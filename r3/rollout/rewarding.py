@@ -4,7 +4,7 @@ reward functions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -173,40 +173,3 @@ class Rewarding:
             "reward/unreported": Sum(value=unreported),
             **{f"reward/{name}": Sum(value=float(counts[name])) for name in CALL_COUNTS},
         }
-
-
-def call_metrics(counts: Mapping[str, int], *, failed: int, dropped: int) -> dict[str, Any]:
-    """Partials of env/* that environments and workflows share.
-
-    Args:
-        counts: calls, errors, timeouts, crashes and retries.
-        failed: conversations that failed after all retries.
-        dropped: those of them that are left out.
-    """
-    return {
-        "env/dropped": Sum(value=float(dropped)),
-        "env/zeroed": Sum(value=float(failed - dropped)),
-        **{f"env/{name}": Sum(value=float(counts[name])) for name in CALL_COUNTS},
-    }
-
-
-def turn_metrics(turns: Sequence[int], at_limit: int) -> dict[str, Any]:
-    """Partials of the model messages per conversation.
-
-    Args:
-        turns: of each conversation that began.
-        at_limit: conversations that ended at `env.max_turns`.
-    """
-    count = float(len(turns))
-    return {
-        "env/turns_mean": Mean(total=float(sum(turns)), count=count),
-        "env/max_turns_frac": Mean(total=float(at_limit), count=count),
-    }
-
-
-def overlap_metrics(differing: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Partial of the routes that were requested twice (`Transcript.differing`), if any were."""
-    if not (slots := sum(total for _, total in differing)):
-        return {}
-    different = float(sum(bad for bad, _ in differing))
-    return {"routing/overlap_differs": Mean(total=different, count=float(slots))}

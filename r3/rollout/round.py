@@ -15,7 +15,7 @@ from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode
-from r3.rollout.rewarding import Rewarding, call_metrics, overlap_metrics, turn_metrics
+from r3.rollout.rewarding import CALL_COUNTS, Rewarding
 from r3.rollout.workflow import WorkflowEpisode
 from r3.types import Prompt
 
@@ -223,19 +223,22 @@ class Round:
         over = [each for each in self.episodes if each.num_turns and not each.is_suspended]
         sequences = [each for episode in over for each in episode.sequences if each.train]
         counts = self._environments.take_counts()
-        metrics = {
+        failed = sum(bool(each.failure) for each in self.episodes)
+        at_limit = sum(each.outcome == "turns" for each in over)
+        began = float(len(over))
+        metrics: dict[str, Any] = {
             "env/unread": Sum(value=float(self._rules.setup.parser.take_unread())),
-            **turn_metrics(
-                [each.num_turns for each in over], sum(each.outcome == "turns" for each in over)
-            ),
-            **call_metrics(
-                counts,
-                failed=sum(bool(each.failure) for each in self.episodes),
-                dropped=len(self._dropped),
-            ),
-            **overlap_metrics([each.transcript.differing for each in sequences]),
+            "env/turns_mean": Mean(total=float(sum(each.num_turns for each in over)), count=began),
+            "env/max_turns_frac": Mean(total=float(at_limit), count=began),
+            "env/dropped": Sum(value=float(len(self._dropped))),
+            "env/zeroed": Sum(value=float(failed - len(self._dropped))),
+            **{f"env/{name}": Sum(value=float(counts[name])) for name in CALL_COUNTS},
             **self._rewarding.source_metrics(),
         }
+        differing = [each.transcript.differing for each in sequences]
+        if slots := sum(total for _, total in differing):  # routes that were requested twice
+            different = float(sum(bad for bad, _ in differing))
+            metrics["routing/overlap_differs"] = Mean(total=different, count=float(slots))
         if isinstance(self._environments, Workflows):
             calls = sum(each.num_calls for each in over)
             begun = sum(bool(each.calls) for each in sequences)

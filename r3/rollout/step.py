@@ -201,23 +201,11 @@ class RolloutSource:
         prompts = prompts_of_step(
             self._task.prompts, seed=config.train.seed, step=step - 1, count=count
         )
-        collected = self._round(step, prompts, on_rollout)
+        collected, failure = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected, self._mesh.world, config)
-        failure = self._say_dropped(step, collected)
-        require_groups(
-            rewards,
-            step=step,
-            sampled=count,
-            needed=config.train.updates_per_step,
-            failure=failure,
-        )
-        metrics = (
-            collected.metrics,
-            rollout_metrics(collected),
-            self._reported(rewards),
-            self._routes(step, collected),
-        )
-        return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
+        needed = config.train.updates_per_step
+        require_groups(rewards, step=step, sampled=count, needed=needed, failure=failure)
+        return self._made(step, [collected], collected, rewards)
 
     def _warn_without_end(self, step: int, collected: CollectedRollouts) -> None:
         """Say once that no response ended. All ranks must call."""
@@ -231,27 +219,51 @@ class RolloutSource:
             note = without_end(sum(map(len, everybody)), limit, self._task.conversation_setup)
             say(f"step {step}: {note}", error=True)
 
-    def _reported(self, rewards: Rewards) -> dict[str, Any]:
-        """Partials of rewards, which all ranks have, on the rank that reports them."""
-        return {} if self._mesh.world.rank else rewards.metrics
-
-    def _round(
+    def _made(
         self,
         step: int,
-        prompts: Sequence[Prompt],
-        on_rollout: Callable[[], None],
-        first_group: int = 0,
-    ) -> CollectedRollouts:
-        """Sample responses to prompts."""
+        rounds: Sequence[CollectedRollouts],
+        rollouts: CollectedRollouts,
+        rewards: Rewards,
+        *more: dict[str, Any],
+        sampled: CollectedRollouts | None = None,
+        gathered: Sequence[Rewards] = (),
+    ) -> StepRollouts:
+        """Put together what a step trains on, with metrics. All ranks must call.
+
+        Args:
+            more: further partials.
+            sampled: the rollouts of which metrics tell; None: those that are trained on.
+            gathered: their rewards, one for each round.
+        """
+        sampled = sampled or rollouts
+        # All ranks have the rewards, and one reports them.
+        reported = () if self._mesh.world.rank else gathered or (rewards,)
+        metrics = (
+            *(each.metrics for each in rounds),
+            rollout_metrics(sampled),
+            *(each.metrics for each in reported),
+            self._routes(step, sampled),
+            *more,
+        )
+        return StepRollouts(rollouts=rollouts, rewards=rewards, metrics=metrics)
+
+    def _round(
+        self, step: int, prompts: Sequence[Prompt], on_rollout: Callable[[], None], **where: Any
+    ) -> tuple[CollectedRollouts, str]:
+        """Sample responses to prompts.
+
+        Args:
+            where: further arguments of `Collector.collect`.
+
+        Returns:
+            What was collected, and why the first dropped sample was dropped; "" if none was.
+        """
         collected = self._collector.collect(
-            prompts,
-            policy_version=step - 1,
-            seed_step=step,
-            first_group=first_group,
-            on_rollout=on_rollout,
+            prompts, policy_version=step - 1, seed_step=step, on_rollout=on_rollout, **where
         )
         self._warn_without_end(step, collected)
-        return collected
+        return collected, self._say_dropped(step, collected)
 
     def _drop(
         self, suspended: Sequence[SuspendedConversation], kept: Sequence[SuspendedConversation] = ()
@@ -281,9 +293,9 @@ class RolloutSource:
             prompts = prompts_from(
                 self._task.prompts, seed=config.train.seed, start=taken + sampled, count=missing
             )
-            rounds.append(self._round(step, prompts, on_rollout, first_group=sampled))
-            self._say_dropped(step, rounds[-1])
-            gathered.append(gather_rewards(rounds[-1], mesh.world, config))
+            collected, _ = self._round(step, prompts, on_rollout, first_group=sampled)
+            rounds.append(collected)
+            gathered.append(gather_rewards(collected, mesh.world, config))
             sampled += missing
             found = gathered[-1]
             chosen += found.groups_with_loss if config.algo.teacher else found.groups_with_signal
@@ -308,22 +320,20 @@ class RolloutSource:
             for each in rounds
             if config.rollout.step_token_budget
         ]
-        return StepRollouts(
-            rollouts=rollouts,
-            rewards=rewards,
-            metrics=(
-                *(each.metrics for each in rounds),
-                *dropped,
-                rollout_metrics(everything),
-                # Of everything that was sampled, as the other metrics.
-                *(self._reported(each) for each in gathered),
-                self._routes(step, everything),
-                # The same on all ranks.
-                {
-                    f"rollout/{name}": Mean(total=float(count), count=1.0)
-                    for name, count in counts.items()
-                },
-            ),
+        # The same on all ranks.
+        of_step = {
+            f"rollout/{name}": Mean(total=float(count), count=1.0) for name, count in counts.items()
+        }
+        # Metrics are of everything that was sampled.
+        return self._made(
+            step,
+            rounds,
+            rollouts,
+            rewards,
+            *dropped,
+            of_step,
+            sampled=everything,
+            gathered=gathered,
         )
 
     def _within_budget(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
@@ -347,18 +357,15 @@ class RolloutSource:
         indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
         suspended, rounds, dropped = partial.suspended, [partial.finished], 0
         while True:
-            collected = self._collector.collect(
+            collected, _ = self._round(
+                step,
                 prompts,
-                policy_version=step - 1,
-                seed_step=step,
+                on_rollout,
                 first_group=len(waiting),
                 prompt_indices=indices,
                 resumed=suspended,
-                on_rollout=on_rollout,
             )
-            self._warn_without_end(step, collected)
             rounds.append(collected)
-            self._say_dropped(step, collected)
             suspended = resumable(
                 collected.suspended, step=step, max_staleness=rollout.max_staleness
             )
@@ -388,18 +395,9 @@ class RolloutSource:
         rewards = gather_rewards(rollouts, mesh.world, config)
         stale = sum(each.num_stale_tokens(step - 1) for each in rollouts.rollouts)
         sampled = sum(each.num_response_tokens for each in rollouts.rollouts)
-        return StepRollouts(
-            rollouts=rollouts,
-            rewards=rewards,
-            metrics=(
-                *(each.metrics for each in rounds),
-                rollout_metrics(rollouts),
-                self._reported(rewards),
-                self._routes(step, rollouts),
-                {
-                    "rollout/carried": Sum(float(len(suspended))),
-                    _DROPPED: Sum(float(dropped)),
-                    "rollout/stale_tokens_frac": Mean(total=float(stale), count=float(sampled)),
-                },
-            ),
-        )
+        of_step = {
+            "rollout/carried": Sum(float(len(suspended))),
+            _DROPPED: Sum(float(dropped)),
+            "rollout/stale_tokens_frac": Mean(total=float(stale), count=float(sampled)),
+        }
+        return self._made(step, rounds, rollouts, rewards, of_step)

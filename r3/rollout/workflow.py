@@ -102,7 +102,7 @@ class WorkflowEpisode(Episode):
         # Here and not on the event loop: only the main thread can interrupt a regular expression.
         text, tokens = self.renderer.message_text(sampled.tokens_T), sampled.tokens_T
         parsed = call.parse(text, tokens) if call.parse else Parsed(content=text, calls=[])
-        self.workflows.call_soon(self._take, call, Said(sampled=sampled, text=text, parsed=parsed))
+        self.workflows.call_soon(self._take, call, (sampled, text, parsed))
 
     # --- on the event loop ----------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class WorkflowEpisode(Episode):
         )
         self.workflows.wake.put(None)
         try:
-            said: Said = await future
+            sampled, text, parsed = await future
         except asyncio.CancelledError:
             if self._own_time is own_time:  # nobody got it, so it does not count
                 self.num_turns -= 1
@@ -221,21 +221,20 @@ class WorkflowEpisode(Episode):
             self._in_flight.discard(future)
             if self._own_time is own_time:
                 own_time.resume()
-        sampled = said.sampled
         completion = Completion(
-            text=said.text,
+            text=text,
             tokens=tuple(sampled.tokens_T),
             logprobs=tuple(sampled.logprobs_T),
             finish_reason=sampled.finish_reason,
             prompt_tokens=prompt_tokens,
         )
-        return completion, said.parsed
+        return completion, parsed
 
     def _take(self, call: Call, said: Said) -> None:
         if call.future is None or call.is_abandoned:
             return
         try:
-            call.sequence.append(call, said.sampled)
+            call.sequence.append(call, said[0])
         except (RouteError, FloatingPointError, AssertionError) as error:
             # Not the workflow's fault: the engine's thread raises it and ends the run.
             self.submit(error)
@@ -281,10 +280,7 @@ class EpisodeModel:
     ) -> ModelMessage:
         """Sample the next message of a conversation; see `Model.chat`."""
         episode, rules = self._episode, self._episode.rules
-        name = self._next_name()
-        episode.check(self._own_time)
-        sampling = self._sampling(options)
-        train, max_tokens = options.get("train", True), options.get("max_tokens")
+        name, sampling, train, max_tokens = self._begun(options)
         plain = [_plain(message, episode.said) for message in messages]
         if tools is None:
             tools = episode.prompt.tools or episode.workflows.tools
@@ -323,10 +319,7 @@ class EpisodeModel:
     ) -> Completion:
         """Continue a text or tokens; see `Model.complete`."""
         episode, rules = self._episode, self._episode.rules
-        name = self._next_name()
-        episode.check(self._own_time)
-        sampling = self._sampling(options)
-        train, max_tokens = options.get("train", True), options.get("max_tokens")
+        name, sampling, train, max_tokens = self._begun(options)
         tokenizer = rules.setup.tokenizer
         limit = rules.max_model_len
         if isinstance(prompt, str) and len(prompt) > CHARACTERS_PER_TOKEN * limit:
@@ -354,6 +347,13 @@ class EpisodeModel:
 
     def _next_name(self) -> CallName:
         return (*self._path, next(self._numbers))
+
+    def _begun(self, options: CallOptions) -> tuple[CallName, Sampling, bool, int | None]:
+        """Return name, sampling, `train` and `max_tokens` of a call."""
+        name = self._next_name()
+        self._episode.check(self._own_time)
+        sampling = self._sampling(options)
+        return name, sampling, options.get("train", True), options.get("max_tokens")
 
     def _sampling(self, options: CallOptions) -> Sampling:
         """The run's sampling with what a call overrides.
