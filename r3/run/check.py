@@ -107,7 +107,7 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
             "  Fix: correct reset. It gets a prompt with id, messages, answer, answers, tools and "
             f"metadata; here metadata has {', '.join(prompt.metadata) or 'no column'}"
         )
-    count = len(replies[0].opened or ())
+    count = len(replies[0].value)
     yield (
         f"    {who}environment: reset on {prompt.id} returned {count} message(s) in {seconds:.1f} s"
     )
