@@ -17,7 +17,7 @@ from textwrap import fill
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
-from r3.config import Config, describe_fields  # noqa: E402
+from r3.config import SETTINGS, Config, as_typed  # noqa: E402
 from r3.config.trl_verl import TABLES  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
@@ -242,19 +242,18 @@ def configuration() -> str:
         f"{table(('preset', 'what it is'), presets)}\n",
         AFTER_PRESETS,
     ]
-    described = describe_fields()
     header = ("setting", "type", "default", "rule", "resume", "meaning")
     for section in fields(Config):
         rows = [
             (
                 f"`{each.name}`",
-                kind(each.type),
-                f"`{each.default}`" if each.default else "empty",
-                each.rule.removeprefix("must be ") or "-",
-                each.resume,
+                kind(each.type_in_words),
+                f"`{default}`" if (default := as_typed(each.default)) else "empty",
+                str(each.rule or "-").removeprefix("must be "),
+                each.resume_in_words,
                 each.help,
             )
-            for each in described
+            for each in SETTINGS.values()
             if each.name.startswith(f"{section.name}.")
         ]
         intro = fill(" ".join((getattr(section.default_factory, "__doc__", "")).split()), width=100)

@@ -35,6 +35,7 @@ from r3.config import (
     load_yaml,
     public,
     replacing,
+    shown,
     values_of,
     with_values,
 )
@@ -102,7 +103,7 @@ class Base:
         return [
             f"{name} with {count}",
             *(
-                f"  {setting} = {_shown(value)} ({root}: {_shown(before)})"
+                f"  {setting} = {shown(value)} ({root}: {shown(before)})"
                 f"{f', {reasons[setting]}' if setting in reasons else ''}"
                 for setting, (value, before) in differences.items()
             ),
@@ -252,12 +253,3 @@ def _from_python_file(word: str) -> tuple[Config, str]:
         fix = "return a Config of r3.config"
         raise refused(f"{name} gives {config!r:.60}, not a Config", fix)
     return config, name
-
-
-def _shown(value: Any) -> str:
-    """A value as one writes it on the command line, shortened."""
-    value = public(value)
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    if isinstance(value, bool):
-        text = text.lower()
-    return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"

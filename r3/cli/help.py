@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from r3.config import Config, describe_fields
+from r3.config import SETTINGS, Config, shown
 from r3.configs import PRESETS
 from r3.metrics.console import COLUMNS, LEFT
 from r3.models.families import FAMILIES, PROOFS
@@ -129,12 +128,12 @@ def _give_tyro_the_texts() -> None:
 
     Its own reader of docstrings keeps the line breaks of the source.
     """
-    sections = get_type_hints(Config)
-    for each in describe_fields():
-        section, name = each.name.split(".")
-        (found,) = [field for field in fields(sections[section]) if field.name == name]
-        rule = f" {each.rule[0].upper()}{each.rule[1:]}." if each.rule else ""
-        found.metadata = MappingProxyType({"help": each.help + rule})
+    for section in fields(Config):
+        for each in fields(type(getattr(Config(), section.name))):
+            setting = SETTINGS[f"{section.name}.{each.name}"]
+            words = str(setting.rule or "")
+            rule = f" {words[0].upper()}{words[1:]}." if words else ""
+            each.metadata = MappingProxyType({"help": setting.help + rule})
 
 
 def _registry() -> ConstructorRegistry:
@@ -166,13 +165,4 @@ def metavar(kind: Any) -> str:
 
 
 def _default(value: Any) -> list[str]:
-    if value in ("", ()):
-        return ["empty"]
-    words = value if isinstance(value, tuple) else (value,)
-    return [str(word).lower() if isinstance(word, bool) else _short(str(word)) for word in words]
-
-
-def _short(text: str) -> str:
-    """A default that fits a line: paths relative to the working folder, long ones from the end."""
-    text = text.removeprefix(os.getcwd() + os.sep)
-    return text if len(text) <= 60 else f"...{text[-57:]}"
+    return [shown(word) for word in value] if isinstance(value, tuple) and value else [shown(value)]

@@ -1,8 +1,8 @@
 """The command line: `train.py BASE [--section.field value ...]`, `--from RUN_DIR`, `--dry-run`.
 
-tyro finds the flags and their words. Values are read as in YAML (`r3.config.read_values`), so that
-everything wrong, from a misspelt flag to a bad row of the data, is reported at once, before
-anything is written. Imports neither torch nor vllm nor megatron.
+Flags are those of `r3.config.SETTINGS` and a few of the command's own. Values are read as in YAML
+(`r3.config.read_values`), so that everything wrong, from a misspelt flag to a bad row of the data,
+is reported at once, before anything is written. Imports neither torch nor vllm nor megatron.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
-
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from typing import Any, NoReturn, TypeVar
 
 from r3.checks import Report, examine
 from r3.checks.objective import in_effect
@@ -35,6 +32,7 @@ from r3.config import (
     Config,
     ConfigError,
     Problem,
+    as_typed,
     fixed_changes,
     flatten,
     from_yaml,
@@ -60,13 +58,15 @@ from r3.planning.verdict import (
     read_plan_for,
 )
 from r3.runtime.process import die_with_launcher, start_command
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 
 T = TypeVar("T")
 
+# A word that begins with a hyphen and is no number is a flag. What follows = is its first value.
+_FLAG = re.compile(r"(?s)(--?(?![\d.-])[^\s=]+)(?:=(.*))?")
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help", "models")
-_PLAN_FLAGS = ("world_size", "device_gib", "host_gib", "plan_for")
+_OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 _MODELS = ("model.path", "algo.teacher", "reward.model_path")
 _LOADED_BY_CHECK = ("reward.model_path",)
@@ -97,36 +97,12 @@ class Invocation:
     check: bool = False
 
 
-class _Given(tuple[str, ...]):
-    """The words behind a flag, as tyro hands them over."""
-
-
-@dataclass(frozen=True)
-class _CommandLine:
-    """What tyro reads: the flags of train.py, then those of every setting."""
-
-    run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
-    world_size: str = ""
-    device_gib: str = ""
-    host_gib: str = ""
-    plan_for: str = ""
-    dry_run: str = ""
-    check: str = ""
-    help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
-    models: str = ""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
 @dataclass(kw_only=True)
 class _Words:
     """The command line taken apart. Values are words, of whatever type."""
 
     bases: list[str] = field(default_factory=list)
-    run_dir: str | None = None
-    world_size: str | None = None
-    device_gib: str | None = None
-    host_gib: str | None = None
-    plan_for: str | None = None
+    own: dict[str, str] = field(default_factory=dict)  # flags of train.py itself, with one word
     dry_run: bool = False
     check: bool = False
     help: bool = False
@@ -144,7 +120,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     """
     problems: list[Problem] = []
     words = _split(argv, problems)
-    has_base = bool(words.bases) or words.run_dir is not None
+    has_base = bool(words.bases) or "from" in words.own
     if "columns" in words.topics:
         _leave(0, helps.columns())
     if not argv or (words.help and not has_base and not words.topics):
@@ -157,16 +133,15 @@ def parse(argv: Sequence[str]) -> Invocation:
         _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
     if words.help:
         name, config = (base.name, base.config) if base else ("", Config())
-        with _reader_may_leave():
-            helps.print_settings(name, config, words.topics, prints=_is_first_rank())
+        helps.print_settings(name, config, words.topics, prints=_is_first_rank())
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
-    gpu = _planned("--device-gib", words.device_gib, read_gpu, words, problems)
-    host_gib = _planned("--host-gib", words.host_gib, read_host, words, problems)
+    gpu = _planned("device_gib", read_gpu, words, problems)
+    host_gib = _planned("host_gib", read_host, words, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
-    if words.plan_for is not None:
+    if "plan_for" in words.own:
         _plan_for(words, config, base, problems)
 
     fetched = () if words.dry_run else _LOADED_BY_CHECK if words.check else _MODELS
@@ -220,15 +195,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)
-    return Invocation(
-        config=config,
-        base=base.name,
-        differences=tuple(differences),
-        overrides=base.overrides(config),
-        overrides_with_secrets=base.overrides(config, with_secrets=True),
-        world_size=world_size,
-        check=words.check,
-    )
+    return _invocation(base, config, differences, world_size, check=words.check)
 
 
 def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
@@ -238,9 +205,10 @@ def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
         problems: gets everything that is wrong with the words.
     """
     words = _split(argv, problems)
-    own = [*_SWITCHES, *_PLAN_FLAGS, "run_dir"]
-    others = [f"--{name.replace('run_dir', 'from')}" for name in own if getattr(words, name)]
-    problems += [Problem(each, "", "is a flag of train.py", "leave it out") for each in others]
+    others = [*words.own, *(name for name in _SWITCHES if getattr(words, name))]
+    problems += [
+        Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
+    ]
     rule = "is neither a flag nor a flag's value"
     problems += [Problem("WORD", word, rule, "leave it out") for word in words.bases]
     values = read_values(words.flags, problems, words.warnings)
@@ -294,13 +262,20 @@ def from_python(
         _say(note)
     for warning in (*notes, *report.warnings):
         _say(f"warning: {warning}", error=True)
+    return _invocation(base, config, base.describe(config, reasons), world_size)
+
+
+def _invocation(
+    base: Base, config: Config, differences: Sequence[str], world_size: int, *, check: bool = False
+) -> Invocation:
     return Invocation(
         config=config,
         base=base.name,
-        differences=tuple(base.describe(config, reasons)),
+        differences=tuple(differences),
         overrides=base.overrides(config),
         overrides_with_secrets=base.overrides(config, with_secrets=True),
         world_size=world_size,
+        check=check,
     )
 
 
@@ -370,126 +345,61 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
-    """The words of every flag, found by tyro. Every flag takes any number of them here.
+    """Take a command line apart: every flag has the words up to the next flag.
 
-    tyro stops at the first value it cannot read. Here it reads none: values are checked together,
-    afterwards, so that all mistakes are reported at once.
+    No value is read here: values are checked together, afterwards, so that all mistakes are
+    reported at once.
     """
-    found, others = tyro.cli(
-        _CommandLine,
-        args=list(argv),
-        return_unknown_args=True,
-        add_help=False,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_any_words(),
-        console_outputs=_is_first_rank(),
-    )
-    words = _Words()
-    flags = {**flatten(found.settings), **{name: getattr(found, name) for name in _SWITCHES}}
-    flags |= {"from": found.run_dir}
-    flags |= {name: getattr(found, name) for name in _PLAN_FLAGS}
-    for name, value in flags.items():
-        if not isinstance(value, _Given):
-            continue
+    words, bare = _Words(), list[str]()
+    given: list[tuple[str, list[str]]] = [("", bare)]
+    for word in argv:
+        if found := _FLAG.fullmatch(word):
+            given.append((found[1], [] if found[2] is None else [found[2]]))
+        else:
+            given[-1][1].append(word)
+    times = Counter[str]()
+    for flag, values in given[1:]:
+        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
+        setting = SETTINGS.get(name)
         if name in _SWITCHES:
             setattr(words, name, True)
-            words.topics += [word for word in value if name == "help" and word in helps.TOPICS]
-            words.bases += [word for word in value if word not in words.topics]
-        elif name in SETTINGS and SETTINGS[name].is_list and value:
-            words.flags[name] = value if len(value) > 1 else value[0]
-        else:
-            _one_word(name, value, words, problems)
-    words.bases[:0] = _unknown(others, problems)
-    words.warnings += _repeated(argv, words.flags)
+            words.topics += [word for word in values if name == "help" and word in helps.TOPICS]
+            bare += [word for word in values if word not in words.topics]
+        elif setting is None and name not in _OF_ONE_WORD:
+            value = values.pop(0) if values and values[0] not in PRESETS else ""
+            fix = nearest_settings(name)
+            if not flag.startswith("--"):
+                fix = "write --section.field=VALUE where a value begins with -"
+            problems.append(Problem(flag, value, "there is no such flag", fix))
+            bare += values
+        elif setting and setting.is_list and values:
+            words.flags[name] = tuple(values) if len(values) > 1 else values[0]
+        elif not values and not (setting and setting.kind is bool):
+            empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
+            problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
+        else:  # a switch alone means true
+            first, *rest = values or ["True"]
+            bare += rest
+            (words.flags if setting else words.own)[name] = first
+        times[name] += 1
+    words.bases = bare
+    words.warnings += [
+        f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
+        for name, value in words.flags.items()
+        if times[name] > 1
+    ]
     return words
-
-
-def _any_words() -> ConstructorRegistry:
-    """tyro collects the words of every flag and leaves them as they are."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def collect(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if is_dataclass(info.type):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="WORDS",
-            instance_from_str=_Given,
-            is_instance=lambda _: True,
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
-def _one_word(name: str, value: _Given, words: _Words, problems: list[Problem]) -> None:
-    """A flag with one value. Further words are not its own; without any, a switch means true."""
-    flag = f"--{name.replace('_', '-') if name in _PLAN_FLAGS else name}"
-    is_switch = name in SETTINGS and SETTINGS[name].kind is bool
-    if not value and not is_switch:
-        is_list = name in SETTINGS and SETTINGS[name].is_list
-        empty = f", or {flag} '' for an empty list" if is_list else ""
-        problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
-        return
-    first, *rest = value or ("True",)
-    words.bases += rest
-    match name:
-        case "from":
-            words.run_dir = first
-        case "world_size" | "device_gib" | "host_gib" | "plan_for":
-            setattr(words, name, first)
-        case _:
-            words.flags[name] = first
-
-
-def _unknown(others: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Report flags that tyro does not know, each with the word behind it; return other words."""
-    bare: list[str] = []
-    rest = list(others)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            bare.append(word)
-            continue
-        flag, equals, value = word.partition("=")
-        if not equals and rest and not rest[0].startswith("-") and rest[0] not in PRESETS:
-            value = rest.pop(0)
-        fix = nearest_settings(flag.removeprefix("--").replace("-", "_"))
-        if not flag.startswith("--"):
-            fix = "write --section.field=VALUE where a value begins with -"
-        problems.append(Problem(flag, value, "there is no such flag", fix))
-    return bare
-
-
-def _repeated(argv: Sequence[str], flags: Mapping[str, object]) -> list[str]:
-    """A warning per setting that is given several times. tyro keeps the last, without a word."""
-    names = [
-        word.partition("=")[0].removeprefix("--").replace("-", "_")
-        for word in argv
-        if word.startswith("--")
-    ]
-    return [
-        f"--{name} is given {count} times: the last value counts, {_typed(flags[name])}"
-        for name, count in Counter(names).items()
-        if count > 1 and name in flags
-    ]
-
-
-def _typed(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _base(words: _Words, problems: list[Problem]) -> Base | None:
     """The base that the flags override; None if there is none."""
     try:
-        if words.run_dir is not None:
+        if (run_dir := words.own.get("from")) is not None:
             if words.bases:
                 rule = "a run's folder and a preset are given"
                 fix = f"leave out {' '.join(words.bases)}"
-                problems.append(Problem("--from", words.run_dir, rule, fix))
-            return base_of_run(words.run_dir)
+                problems.append(Problem("--from", run_dir, rule, fix))
+            return base_of_run(run_dir)
         if not words.bases:
             known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
             raise ConfigError([Problem("PRESET", "", "no preset is named", known)])
@@ -506,56 +416,49 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
 
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     """Ranks of the run: torchrun's; without it those asked for, or the fewest the layout takes."""
-    if words.world_size is not None:
-        if not (words.dry_run or words.check):
+    plans = words.dry_run or words.check
+    if (asked := words.own.get("world_size")) is not None:
+        if plans and asked.isdecimal() and int(asked) > 0:
+            return int(asked)
+        rule, fix = "must be a positive integer", "such as 8"
+        if not plans:
             rule = "is for --dry-run and --check: a run has the ranks that torchrun starts"
             fix = "torchrun --nproc_per_node N train.py ..."
-            problems.append(Problem("--world-size", words.world_size, rule, fix))
-        elif words.world_size.isdecimal() and int(words.world_size) > 0:
-            return int(words.world_size)
-        else:
-            rule = "must be a positive integer"
-            problems.append(Problem("--world-size", words.world_size, rule, "such as 8"))
+        problems.append(Problem("--world-size", asked, rule, fix))
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return config.parallel.smallest_world if words.dry_run or words.check else 1
+    return config.parallel.smallest_world if plans else 1
 
 
 def _planned(
-    flag: str,
-    word: str | None,
-    read: Callable[[str], T],
-    words: _Words,
-    problems: list[Problem],
+    name: str, read: Callable[[str], T], words: _Words, problems: list[Problem]
 ) -> T | None:
     """What a flag about the machine to plan for says, if it is given."""
-    if word is None:
+    if (word := words.own.get(name)) is None:
         return None
-    if not (words.dry_run or words.check):
-        rule = "is for --dry-run and --check: a run knows its machine"
-        problems.append(Problem(flag, word, rule, "leave it out"))
-        return None
-    try:
-        return read(word)
-    except ValueError as error:
-        problems.append(Problem(flag, word, str(error), "such as 80"))
-        return None
+    rule, fix = "is for --dry-run and --check: a run knows its machine", "leave it out"
+    if words.dry_run or words.check:
+        try:
+            return read(word)
+        except ValueError as error:
+            rule, fix = str(error), "such as 80"
+    problems.append(Problem(f"--{name.replace('_', '-')}", word, rule, fix))
+    return None
 
 
 def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]) -> NoReturn:
     """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
-    assert words.plan_for is not None
+    word = words.own["plan_for"]
     try:
-        world_size, gpu = read_plan_for(words.plan_for)
+        world_size, gpu = read_plan_for(word)
     except ValueError as error:
-        problems.append(Problem("--plan-for", words.plan_for, str(error), "such as 8x80"))
+        problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
         _leave(2, str(ConfigError(problems)))
     # The search replaces the layout: a layout that does not fit these devices is no mistake.
     given = {*words.flags, *base.values}
     single = replace(config, parallel=Config().parallel)
     resolved, _, report = _resolve(single, base, given, world_size)
-    own = [each for each in report.problems if not each.field.startswith(_SEARCHED)]
-    problems += own
+    problems += [each for each in report.problems if not each.field.startswith(_SEARCHED)]
     if len(problems) > len(_needs(base, problems)) or report.shape is None:
         _leave(2, str(ConfigError(problems)))
     config = replace(resolved, parallel=config.parallel)
@@ -730,19 +633,7 @@ def _is_first_rank() -> bool:
 
 def _say(text: str, *, error: bool = False) -> None:
     if _is_first_rank():
-        with _reader_may_leave():
-            say(without_secrets(text), error=error)
-
-
-@contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """`train.py tiny --help | head` ends without a traceback."""
-    try:
-        yield
-    except BrokenPipeError:
-        # Python flushes stdout once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+        say(without_secrets(text), error=error)
 
 
 def _leave(code: int, text: str) -> NoReturn:
@@ -753,4 +644,5 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    own_streams()
     parse(sys.argv[1:])

@@ -8,16 +8,16 @@ Imports nothing heavy.
 from r3.config.fields import (
     SETTINGS,
     ConfigError,
-    FieldDescription,
     Problem,
     Setting,
-    describe_fields,
+    as_typed,
     filled_in,
     fixed_changes,
     nearest_settings,
     other_run,
     parse_value,
     read_values,
+    shown,
 )
 from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
 from r3.config.secrets import HIDDEN, public, without_secrets

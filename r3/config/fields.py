@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from r3.config.arguments import argument_items, arguments_fault
@@ -96,6 +97,29 @@ class Setting:
         """Whether it holds any number of values, written `--name a b` and, in YAML, as a list."""
         return get_origin(self.kind) is tuple
 
+    @property
+    def help(self) -> str:
+        """What it is, its unit, and what special values mean."""
+        section, name = self.name.split(".")
+        return _help_texts(section)[name]
+
+    @property
+    def type_in_words(self) -> str:
+        """Such as text, path, integer, list of number; or the choices."""
+        kind = get_args(self.kind)[0] if self.is_list else self.kind
+        if get_origin(kind) is Literal:
+            return ", ".join(map(str, get_args(kind)))
+        text = "path" if self.is_path else "text"
+        word = {str: text, int: "integer", float: "number", bool: "true or false"}[kind]
+        return f"list of {word}" if self.is_list else word
+
+    @property
+    def resume_in_words(self) -> str:
+        """Whether a resumed run may change it: yes, no, or "yes, unless ..."."""
+        if self.resume is None:
+            return "no"
+        return f"yes, {self.resume.exception}" if self.resume.exception else "yes"
+
     def problem(self, value: Any) -> Problem | None:
         """What is wrong with a value of the right type; None if nothing is."""
         values = value if self.is_list else (value,)
@@ -110,25 +134,21 @@ class Setting:
 
 def _settings() -> dict[str, Setting]:
     found: dict[str, Setting] = {}
-    for section in fields(Config):
-        cls, of_section = _unwrap(get_type_hints(Config, include_extras=True)[section.name])
+    for section, annotated in get_type_hints(Config, include_extras=True).items():
+        cls, of_section = _unwrap(annotated)
         hints = get_type_hints(cls, include_extras=True)
         for field in fields(cls):
             kind, marks = _unwrap(hints[field.name])
-            assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
-            rule = _mark_of(Rule, marks)
-            fix = _mark_of(Fix, marks)
-            name = f"{section.name}.{field.name}"
+            fix, resume = _mark_of(Fix, marks), _mark_of(MayChangeOnResume, (*marks, *of_section))
+            usual = f"correct it; the default is {as_typed(field.default) or 'empty'}"
+            name = f"{section}.{field.name}"
             found[name] = Setting(
                 name=name,
                 kind=kind,
                 default=field.default,
-                rule=rule,
-                fix=fix.text
-                if fix
-                else f"correct it; the default is {_as_typed(field.default) or 'empty'}",
-                resume=_mark_of(MayChangeOnResume, marks)
-                or _mark_of(MayChangeOnResume, of_section),
+                rule=_mark_of(Rule, marks),
+                fix=fix.text if fix else usual,
+                resume=resume,
                 is_path=_mark_of(IsPath, marks) is not None,
                 none_is_a_value=_mark_of(NoneIsAValue, marks) is not None,
             )
@@ -144,16 +164,22 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _mark_of(cls: type[_Mark], marks: Sequence[Any]) -> _Mark | None:
-    of_class = [mark for mark in marks if isinstance(mark, cls)]
-    assert len(of_class) <= 1, f"{of_class}: a setting has one {cls.__name__} at most"
-    return of_class[0] if of_class else None
+    return next((mark for mark in marks if isinstance(mark, cls)), None)
 
 
-def _as_typed(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """A value as one writes it on the command line; "" for an empty one."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(as_typed, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value as one writes it, without secrets, from its end if it is long; "empty" for none."""
+    text = as_typed(public(value)).removeprefix(os.getcwd() + os.sep)
+    return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"
 
 
 SETTINGS = _settings()
@@ -342,69 +368,14 @@ def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str =
     return Problem("log.dir", str(folder), rule + "".join(lines), fix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FieldDescription:
-    """One setting in words, for --help and the documentation.
-
-    Attributes:
-        name: full name, "section.field".
-        type: "text", "path", "integer", "list of number", or the choices.
-        default: as one writes it on the command line; "" if empty.
-        help: what it is, its unit, and what special values mean.
-        rule: the rule that its value obeys, beginning with "must"; "" without one.
-        resume: "yes", "no", or "yes, unless ...".
-    """
-
-    name: str
-    type: str
-    default: str
-    help: str
-    rule: str
-    resume: str
-
-
-def describe_fields() -> tuple[FieldDescription, ...]:
-    """Every setting in words, in the order of `Config`."""
-    sections = {
-        section.name: _unwrap(get_type_hints(Config, include_extras=True)[section.name])[0]
-        for section in fields(Config)
-    }
-    return tuple(
-        FieldDescription(
-            name=name,
-            type=_type_in_words(setting),
-            default=_as_typed(setting.default),
-            help=_help_texts(sections[section])[field],
-            rule=str(setting.rule or ""),
-            resume=_resume_in_words(setting.resume),
-        )
-        for name, setting in SETTINGS.items()
-        for section, field in [name.split(".")]
-    )
-
-
-def _type_in_words(setting: Setting) -> str:
-    kind = get_args(setting.kind)[0] if setting.is_list else setting.kind
-    if get_origin(kind) is Literal:
-        return ", ".join(map(str, get_args(kind)))
-    text = "path" if setting.is_path else "text"
-    word = {str: text, int: "integer", float: "number", bool: "true or false"}[kind]
-    return f"list of {word}" if setting.is_list else word
-
-
-def _resume_in_words(resume: MayChangeOnResume | None) -> str:
-    if resume is None:
-        return "no"
-    return f"yes, {resume.exception}" if resume.exception else "yes"
-
-
 @cache
-def _help_texts(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass."""
+def _help_texts(section: str) -> dict[str, str]:
+    """The text under each setting of a section."""
+    cls = type(getattr(Config(), section))
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef), f"{cls.__name__} is not a class statement"
     texts: dict[str, str] = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
+    for field, below in pairwise(node.body):
         match field, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),

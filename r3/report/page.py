@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import r3
-from r3.config import Config, flatten
+from r3.config import Config, as_typed, flatten
 from r3.metrics.glossary import UnknownMetricError, explain
 from r3.metrics.users import is_users
 from r3.models.shape import ModelShape, ShapeError
@@ -27,7 +27,6 @@ from r3.view.runs import (
     dumped_steps,
     read_run,
     read_samples,
-    setting_text,
 )
 from r3.view.samples import Sample
 
@@ -203,7 +202,7 @@ def page_data(paths: Sequence[Path], limits: Limits) -> dict[str, Any]:
 
 def changed_settings(settings: Mapping[str, str]) -> list[str]:
     """Settings that are not R3's defaults, in order; those R3 no longer has are among them."""
-    defaults = {name: setting_text(value) for name, value in flatten(Config()).items()}
+    defaults = {name: as_typed(value) for name, value in flatten(Config()).items()}
     return [name for name, value in settings.items() if defaults.get(name) != value]
 
 

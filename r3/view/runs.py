@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.config import ConfigError, load_yaml, public
+from r3.config import ConfigError, as_typed, load_yaml, public
 from r3.run.best import Goal
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.view.samples import Sample, sample_of
@@ -152,9 +152,9 @@ def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for section, fields in tree.items():
         if isinstance(fields, Mapping):
-            flat |= {f"{section}.{name}": setting_text(value) for name, value in fields.items()}
+            flat |= {f"{section}.{name}": as_typed(value) for name, value in fields.items()}
         else:
-            flat[section] = setting_text(fields)
+            flat[section] = as_typed(fields)
     return flat
 
 
@@ -215,12 +215,3 @@ def read_samples(
         if notes is not None:
             notes.append(f"{note}: left out")
     return {name: samples for name, samples in sets.items() if samples}
-
-
-def setting_text(value: Any) -> str:
-    """Return the value of a setting as a person would type it."""
-    if isinstance(value, list | tuple):
-        return " ".join(setting_text(item) for item in value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)

@@ -15,7 +15,6 @@ from r3.config import (
     ConfigError,
     ParallelConfig,
     Problem,
-    describe_fields,
     fixed_changes,
     flatten,
     from_yaml,
@@ -463,18 +462,14 @@ def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
         str(setting.problem(0))
         == "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
     )
-    (described,) = [each for each in describe_fields() if each.name == "train.steps"]
-    assert (described.type, described.default) == ("integer", "100")
-    assert (described.rule, described.resume) == (
-        "must be at least 1",
-        "yes, unless train.lr_schedule decays",
-    )
-    assert described.help.startswith("Number of steps.")
+    assert (setting.type_in_words, str(setting.rule)) == ("integer", "must be at least 1")
+    assert setting.resume_in_words == "yes, unless train.lr_schedule decays"
+    assert setting.help.startswith("Number of steps.")
 
 
 def test_every_help_text_is_a_sentence_or_several() -> None:
     """A subject, a full stop, no line that had to be cut."""
-    for each in describe_fields():
+    for each in SETTINGS.values():
         assert each.help.endswith("."), each.name
         assert not each.help[0].isspace() and len(each.help) < 330, each.name
 
