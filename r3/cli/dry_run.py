@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Sequence
 
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
@@ -25,9 +26,22 @@ from r3.planning.verdict import assumptions, describe_seconds, verdict
 _SHOWN_RANKS = 16
 
 
-def describe(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None = None) -> str:
-    """The whole plan as text, for `--dry-run`. With a device, it has seconds too."""
+def describe(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    gpu: Gpu | None = None,
+    differences: Sequence[str] = (),
+) -> str:
+    """The whole plan as text, for `--dry-run`.
+
+    Args:
+        gpu: the device to plan for; with one, the plan has a verdict and seconds.
+        differences: lines about how the settings differ from their base.
+    """
     sections = {
+        "verdict": verdict(config, shape, world_size, gpu) if gpu else "",
+        "settings": "\n".join(differences),
         "model": _model(shape),
         f"ranks ({world_size})": _layout(config, shape, world_size),
         "batch": _batch(config, shape, world_size),
@@ -36,12 +50,12 @@ def describe(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None
         "seconds per step (estimate)": _times(config, shape, world_size, gpu) if gpu else "",
         "config": to_yaml(config).rstrip(),
     }
-    return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items() if text)
+    return "\n\n".join(section(title, text) for title, text in sections.items() if text)
 
 
-def device_verdict(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
-    """Whether it fits, the first section of a dry run for a device."""
-    return f"verdict\n{_indent(verdict(config, shape, world_size, gpu))}"
+def section(title: str, text: str) -> str:
+    """A part of the output: lines below their title."""
+    return f"{title}\n{textwrap.indent(text, '  ')}"
 
 
 def _times(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
@@ -72,64 +86,47 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
     tp varies fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp.
     """
     parallel = config.parallel
-    tp, cp, pp, ep, etp = (
-        parallel.tp,
-        parallel.cp,
-        parallel.pp,
-        parallel.ep,
-        parallel.etp or parallel.tp,
-    )
+    tp, cp, pp, ep = parallel.tp, parallel.cp, parallel.pp, parallel.ep
+    etp = parallel.etp or tp
     dp, per_stage = world_size // (tp * cp * pp), world_size // pp
     engines = world_size // parallel.engine_tp
+    per_rank = shape.num_experts // ep
     pieces = stage_pieces(config, shape)
-    rows: list[Sequence[str]] = [
-        (
-            "rank",
-            "pp",
-            "dp",
-            "cp",
-            "tp",
-            "expert_dp",
-            "ep",
-            "etp",
-            "layers",
-            "experts",
-            "engine",
-            "prompts",
-        )
-    ]
+    rows = []
     for rank in range(min(world_size, _SHOWN_RANKS)):
-        stage, per_rank = rank // per_stage, shape.num_experts // ep
-        expert_rank = rank // etp % ep
-        experts = (
-            f"{expert_rank * per_rank}..{(expert_rank + 1) * per_rank - 1}"
-            if shape.moe_layers
-            else "-"
-        )
-        cells: tuple[object, ...] = (
-            rank,
-            stage,
-            rank // (tp * cp) % dp,
-            rank // tp % cp,
-            rank % tp,
-            rank // (etp * ep) % max(1, per_stage // (etp * ep)),
-            expert_rank,
-            rank % etp,
-            ",".join(f"{piece[0]}..{piece[-1]}" for piece in pieces[stage]),
-            experts,
-            rank // parallel.engine_tp,
-            config.rollout.prompts_per_step // engines,
-        )
-        rows.append([str(cell) for cell in cells])
-    if world_size > _SHOWN_RANKS:
-        rows.append([f"... and {world_size - _SHOWN_RANKS} more"])
-    return _table(rows)
+        stage, first = rank // per_stage, rank // etp % ep * per_rank
+        cells = {
+            "rank": rank,
+            "pp": stage,
+            "dp": rank // (tp * cp) % dp,
+            "cp": rank // tp % cp,
+            "tp": rank % tp,
+            "expert_dp": rank // (etp * ep) % max(1, per_stage // (etp * ep)),
+            "ep": rank // etp % ep,
+            "etp": rank % etp,
+            "layers": ",".join(f"{piece[0]}..{piece[-1]}" for piece in pieces[stage]),
+            "experts": f"{first}..{first + per_rank - 1}" if shape.moe_layers else "-",
+            "engine": rank // parallel.engine_tp,
+            "prompts": config.rollout.prompts_per_step // engines,
+        }
+        rows.append([str(cell) for cell in cells.values()])
+    return _table([list(cells), *rows, *_more(world_size)])
+
+
+def _more(world_size: int) -> list[list[str]]:
+    """The row of a table about the ranks that it leaves out."""
+    return [[f"... and {world_size - _SHOWN_RANKS} more"]] if world_size > _SHOWN_RANKS else []
 
 
 def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
-    rollout, train = config.rollout, config.train
+    rollout, train, parallel = config.rollout, config.train, config.parallel
     rollouts = rollout.prompts_per_step * rollout.group_size
-    parallel = config.parallel
+    if train.objective == "sft":
+        return (
+            f"rows          {rollouts} per step, each a conversation of at most "
+            f"{train.micro_batch_tokens} tokens; a micro-batch holds several\n"
+            f"updates       {train.updates_per_step} per step"
+        )
     data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
     engines = world_size // parallel.engine_tp
     per_update = math.ceil(rollouts / train.updates_per_step / data_ranks)
@@ -142,14 +139,6 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     updates = f"{train.updates_per_step} per step of {rollouts // train.updates_per_step} rollouts"
     if train.epochs_per_step > 1:
         updates += f", in each of {train.epochs_per_step} epochs"
-    if config.train.objective == "sft":
-        return "\n".join(
-            [
-                f"rows          {rollouts} per step, each a conversation of at most "
-                f"{train.micro_batch_tokens} tokens; a micro-batch holds several",
-                f"updates       {train.updates_per_step} per step",
-            ]
-        )
     lines = [
         f"prompts       {rollout.prompts_per_step} per step, {rollout.group_size} samples each: "
         f"{rollouts} rollouts",
@@ -179,26 +168,18 @@ def _memory(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None)
     rows.append(("sum", *(_gib(sum(phases[phase].values())) for phase in PHASES)))
     host = host_memory(config, shape, world_size)
     cells = ", ".join(f"{part} {_gib(size)}" for part, size in host.items())
-    return "\n".join(
-        [
-            _table(rows),
-            _kv_cache(config, shape, world_size, phases["GENERATE"]["KV cache"])
-            if config.uses_engine
-            else "no engine: nothing is sampled",
-            f"host memory per rank: {_gib(sum(host.values()))} ({cells})",
-        ]
-    )
+    cache = "no engine: nothing is sampled"
+    if config.uses_engine:
+        cache = _kv_cache(config, shape, world_size, phases["GENERATE"]["KV cache"])
+    return f"{_table(rows)}\n{cache}\nhost memory per rank: {_gib(sum(host.values()))} ({cells})"
 
 
 def _kv_cache(config: Config, shape: ModelShape, world_size: int, size: float) -> str:
     """Where the size of the KV cache comes from, and what it holds."""
+    part = f"{config.engine.memory_fraction:.0%} of the device"
+    source = f"what {part} leaves beside the engine's weights and buffers (GPU)"
     if config.engine.kv_cache_gib:
         source = "set by engine.kv_cache_gib"
-    else:
-        source = (
-            f"what {config.engine.memory_fraction:.0%} of the device leaves beside the engine's "
-            "weights and buffers (GPU)"
-        )
     demand = kv_cache_demand(config, shape, world_size)
     one = sequence_bytes(config, shape)
     holds = f"; holds {size / one:,.0f} sequences of maximum length" if size else ""
@@ -218,8 +199,7 @@ def _sync(config: Config, shape: ModelShape, world_size: int) -> str:
         traffic = plan.traffic
         parts = (traffic.local, traffic.peer, traffic.network)
         rows.append((str(plan.reader), *(_gib(read) for _, read in parts)))
-    if world_size > _SHOWN_RANKS:
-        rows.append([f"... and {world_size - _SHOWN_RANKS} more"])
+    rows += _more(world_size)
     if world_size > RANKS_PER_MACHINE:
         rows.append([f"machines of {RANKS_PER_MACHINE} ranks"])
     return _table(rows)
@@ -236,14 +216,9 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    rows = list(rows)
+def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows if len(row) > 1) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
         for row in rows
     )
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())

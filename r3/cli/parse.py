@@ -181,14 +181,12 @@ def parse(argv: Sequence[str]) -> Invocation:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        described = dry_run.describe(config, report.shape, world_size, gpu)
-        verdict = [dry_run.device_verdict(config, report.shape, world_size, gpu)] if gpu else []
-        text = [title, *verdict, _indented("settings", differences), described]
+        text = [title, dry_run.describe(config, report.shape, world_size, gpu, differences)]
         text += [f"warning: {warning}" for warning in warnings]
         text += [note] * bool(note)
         if needs:
             header = "needs (not here yet; files in configs/ say where to get what a preset names)"
-            text.append(_indented(header, [f"- {need}" for need in needs]))
+            text.append(dry_run.section(header, "\n".join(f"- {need}" for need in needs)))
         _leave(0, "\n\n".join(text))
     # The run that follows a check prints the warnings, all but those about --device-gib.
     for warning in doubts if words.check else warnings:
@@ -621,10 +619,6 @@ def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
             and (problem.field != "model.path" or problem.value in KNOWN_SHAPES)
         )
     ]
-
-
-def _indented(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def _is_first_rank() -> bool:
