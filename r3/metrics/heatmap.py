@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from PIL import Image, ImageDraw, ImageFont
 
 LOW = 0.8
@@ -35,9 +36,8 @@ class Grid:
     @property
     def cell(self) -> tuple[int, int]:
         """Width and height of a cell."""
-        return max(4, min(_MAX_CELL, _WIDTH // self.columns)), max(
-            4, min(_MAX_CELL, _HEIGHT // self.rows)
-        )
+        width, height = _WIDTH // self.columns, _HEIGHT // self.rows
+        return max(4, min(_MAX_CELL, width)), max(4, min(_MAX_CELL, height))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,9 +49,8 @@ class Grid:
     def middle(self, column: int, row: int) -> tuple[int, int]:
         """The pixel in the middle of a cell; row 0 is the lowest."""
         width, height = self.cell
-        return _LEFT + width * column + width // 2, _TOP + height * (
-            self.rows - 1 - row
-        ) + height // 2
+        y = _TOP + height * (self.rows - 1 - row) + height // 2
+        return _LEFT + width * column + width // 2, y
 
 
 def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray:
@@ -71,52 +70,39 @@ def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray
     layers = sorted({layer for _, by_layer in history for layer in by_layer})
     if not layers:
         raise ValueError("no step has the agreement of any layer")
-    low = scale_end([value for _, by_layer in history for value in by_layer.values()])
+    values = np.array(
+        [[by_layer.get(layer, np.nan) for _, by_layer in history] for layer in reversed(layers)]
+    )
+    low = scale_end(values)
     grid = Grid(columns=len(history), rows=len(layers))
-    image = Image.new("RGB", grid.size, "white")
-    draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(_FONT_SIZE)
-    width, height = grid.cell
-    for column, (_, by_layer) in enumerate(history):
-        for row, layer in enumerate(layers):
-            x, y = grid.middle(column, row)
-            left, top = x - width // 2, y - height // 2
-            draw.rectangle(
-                (left, top, left + width - 1, top + height - 1),
-                fill=_colour(by_layer.get(layer), low),
-            )
-    bottom = _TOP + height * len(layers)
-    middle_x, middle_y = _LEFT + width * len(history) // 2, (_TOP + bottom) // 2
-    draw.text((_LEFT, 8), "agreement of live with replayed routes", _INK, font)
+    (whole_width, whole_height), (width, height) = grid.size, grid.cell
+    picture = np.full((whole_height, whole_width, 3), 255, np.uint8)
+    cells = _colours(values, low).repeat(height, 0).repeat(width, 1)
+    bottom, right = _TOP + cells.shape[0], _LEFT + cells.shape[1]
+    picture[_TOP:bottom, _LEFT:right] = cells
+    scale = np.linspace(1.0, low, whole_height - _BOTTOM - _TOP)
+    legend = whole_width - _RIGHT + 24
+    picture[_TOP : _TOP + len(scale), legend : legend + _LEGEND_WIDTH] = _colours(scale, low)[
+        :, None
+    ]
+
+    image = Image.fromarray(picture)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(_FONT_SIZE)
+
+    def write(x: int, y: int, text: str, anchor: str) -> None:
+        draw.text((x, y), text, _INK, font, anchor=anchor)
+
+    write(_LEFT, 8, "agreement of live with replayed routes", "la")
+    write((_LEFT + right) // 2, bottom + 24, "step", "ma")
+    write(4, (_TOP + bottom) // 2, "layer", "lm")
     for row in _labelled(len(layers)):
-        draw.text((_LEFT - 6, grid.middle(0, row)[1]), str(layers[row]), _INK, font, anchor="rm")
+        write(_LEFT - 6, grid.middle(0, row)[1], str(layers[row]), "rm")
     for column in _labelled(len(history)):
-        draw.text(
-            (grid.middle(column, 0)[0], bottom + 6),
-            str(history[column][0]),
-            _INK,
-            font,
-            anchor="ma",
-        )
-    draw.text((middle_x, bottom + 24), "step", _INK, font, anchor="ma")
-    draw.text((4, middle_y), "layer", _INK, font, anchor="lm")
-    _legend(draw, grid, font, low)
+        write(grid.middle(column, 0)[0], bottom + 6, str(history[column][0]), "ma")
+    for share in (0.0, 0.5, 1.0):
+        y = _TOP + round(share * (len(scale) - 1))
+        write(legend + _LEGEND_WIDTH + 5, y, f"{1 - share * (1 - low):g}", "lm")
     return np.asarray(image)
-
-
-def _legend(
-    draw: ImageDraw.ImageDraw,
-    grid: Grid,
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-    low: float,
-) -> None:
-    left, top, bottom = grid.size[0] - _RIGHT + 24, _TOP, grid.size[1] - _BOTTOM
-    for y in range(top, bottom):
-        share = (bottom - 1 - y) / (bottom - 1 - top)
-        draw.line((left, y, left + _LEGEND_WIDTH, y), fill=_colour(low + share * (1 - low), low))
-    for share, label in ((0.0, f"{low:g}"), (0.5, f"{(1 + low) / 2:g}"), (1.0, "1")):
-        y = round(bottom - 1 - share * (bottom - 1 - top))
-        draw.text((left + _LEGEND_WIDTH + 5, y), label, _INK, font, anchor="lm")
 
 
 def _labelled(count: int) -> range:
@@ -125,15 +111,13 @@ def _labelled(count: int) -> range:
     return range(0, count, apart)
 
 
-def scale_end(values: Sequence[float]) -> float:
+def scale_end(values: ArrayLike) -> float:
     """The low end of the scale: `LOW`, or the tenth below the lowest value if that is less."""
-    known = [value for value in values if not np.isnan(value)]
-    return min(LOW, np.floor(10 * min(known, default=LOW)) / 10)
+    return float(min(LOW, np.floor(10 * np.nanmin(values, initial=1.0)) / 10))
 
 
-def _colour(value: float | None, low: float) -> tuple[int, int, int]:
-    if value is None or np.isnan(value):
-        return _ABSENT
-    share = min(1.0, max(0.0, (value - low) / (1 - low)))
-    red, green, blue = (_DIFFERS + share * (_AGREES - _DIFFERS)).round().astype(int).tolist()
-    return red, green, blue
+def _colours(values: np.ndarray, low: float) -> np.ndarray:
+    """Colours [..., 3] of agreement, uint8."""
+    shares = np.clip((values - low) / (1 - low), 0, 1)[..., None]
+    colours = np.where(np.isnan(shares), _ABSENT, _DIFFERS + shares * (_AGREES - _DIFFERS))
+    return colours.round().astype(np.uint8)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
-from rich.console import RenderableType
 
 from r3.config import Config
 from r3.metrics.console import Console
@@ -23,17 +21,11 @@ from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial, UsersMean
 from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
 from r3.metrics.trackers import Tracker
 
+if TYPE_CHECKING:
+    from r3.runtime.mesh import Axis
+
 # Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch
 # panels.
-
-
-class Gathering(Protocol):
-    """The axis over which rows are gathered; `r3.runtime.mesh.Axis` is one."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather_object(self, item: Any) -> list[Any]: ...
 
 
 class RunFiles(Protocol):
@@ -70,6 +62,7 @@ class Meter:
         stream: the console; None = stdout.
 
     Attributes:
+        console: shows what runs, lines from any thread, samples and rows.
         last_row: the newest row; empty before the first.
         last_step: its step, or that of the checkpoint that the run resumes from; -1 before both.
     """
@@ -77,7 +70,7 @@ class Meter:
     def __init__(
         self,
         run_dir: RunFiles | None,
-        axis: Gathering,
+        axis: Axis,
         config: Config,
         *,
         on_phase: Callable[[str], None] = lambda phase: None,
@@ -89,7 +82,7 @@ class Meter:
         self._axis = axis
         self._steps = config.train.steps
         self._on_phase = on_phase
-        self._console = Console(
+        self.console = Console(
             is_leader=axis.rank == 0, progress=config.log.progress, stream=stream
         )
         self._run_dir = run_dir if axis.rank == 0 else None
@@ -111,10 +104,6 @@ class Meter:
         self._open_phases: list[str] = []
         self._began: float | None = None
         self._recent_s: deque[float] = deque(maxlen=10)
-
-    def header(self, lines: Sequence[str]) -> None:
-        """Show what runs."""
-        self._console.header(lines)
 
     def open_step(self, step: int) -> None:
         """Say that a step of training begins."""
@@ -139,10 +128,6 @@ class Meter:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
             self._beat()
 
-    def line(self, text: str) -> None:
-        """Show a line on the console, from any thread."""
-        self._console.line(text)
-
     @contextmanager
     def between_steps(self, what: str, *, says: bool = True) -> Iterator[None]:
         """Time work that belongs to no row, such as saving; the console says what took how long.
@@ -157,14 +142,14 @@ class Meter:
         finally:
             self._beat()
         if says:
-            self.line(f"{what}: {time.perf_counter() - began:.1f} s")
+            self.console.line(f"{what}: {time.perf_counter() - began:.1f} s")
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:
         """A progress bar on rank 0's terminal; the yielded `tick(count=1)` moves it, and tells the
         watchdog.
         """
-        with self._console.progress(total, label) as advance:
+        with self.console.progress(total, label) as advance:
 
             def tick(count: int = 1) -> None:
                 advance(count)
@@ -176,16 +161,10 @@ class Meter:
         """Take this rank's parts of some metrics, any number of times a step, on any ranks.
 
         Raises:
-            TypeError: a part cannot be merged.
             UnknownMetricError: the glossary does not have the metric.
         """
         for key, part in parts.items():
             explain(key, users=isinstance(part, UsersMean))
-            if not callable(getattr(part, "reduce", None)):
-                raise TypeError(
-                    f"{key}: {part!r} is no partial of r3.metrics.reduce, so nobody knows how to "
-                    "merge it"
-                )
             self._parts.setdefault(key, []).append(part)
 
     def close_step(self, step: int) -> dict[str, float]:
@@ -221,13 +200,13 @@ class Meter:
             try:
                 self._write_rows()
             except OSError as error:
-                self._console.line(f"row of step {step} not written: {error}; it is kept")
+                self.console.line(f"row of step {step} not written: {error}; it is kept")
         if self._events:
             with self._events_may_end():
                 self._write_events(row, step, _histograms(ranks))
         if self._tracker:
             self._tracker.log(row, step)
-        self._console.row(row, step, self._steps, self._eta_s(row, step))
+        self.console.row(row, step, self._steps, self._eta_s(row, step))
         self._beat()
         return row
 
@@ -242,7 +221,7 @@ class Meter:
         try:
             yield
         except OSError as error:
-            self._console.line(f"TensorBoard's events end here: {error}")
+            self.console.line(f"TensorBoard's events end here: {error}")
             self._events = None
 
     def _write_events(
@@ -265,8 +244,8 @@ class Meter:
                 global_step=step,
                 dataformats="HWC",
             )
-        for key, counts in histograms.items():
-            self._draw(key, counts, step)
+        for key, values in histograms.items():
+            self._events.add_histogram(key, values, global_step=step, bins=LOG10_EDGES)
         self._events.flush()
 
     def _eta_s(self, row: Mapping[str, float], step: int) -> float | None:
@@ -288,25 +267,17 @@ class Meter:
             "middle": by_reward[len(rows) // 2],
             "best": by_reward[-1],
         }
+        texts = {name: sample_markdown(row) for name, row in chosen.items()}
         if self._tracker:
-            self._tracker.log_samples(step, chosen)
+            self._tracker.log_samples(texts, step)
         with self._events_may_end():
-            for name, row in chosen.items() if self._events else ():
-                self._events.add_text(f"samples/{name}", sample_markdown(row), global_step=step)
-
-    def show_conversation(self, conversation: RenderableType) -> None:
-        """Show one sample on the console."""
-        self._console.show(conversation)
+            for name, text in texts.items() if self._events else ():
+                self._events.add_text(f"samples/{name}", text, global_step=step)
 
     def __enter__(self) -> Meter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
@@ -326,33 +297,17 @@ class Meter:
         if self._tracker:
             self._tracker.close(failed=failed)
 
-    def _draw(self, key: str, counts: np.ndarray, step: int) -> None:
-        if not counts.any():
-            return
-        middles = (LOG10_EDGES[1:] + LOG10_EDGES[:-1]) / 2
-        self._events.add_histogram_raw(
-            key,
-            min=float(LOG10_EDGES[0]),
-            max=float(LOG10_EDGES[-1]),
-            num=int(counts.sum()),
-            sum=float((counts * middles).sum()),
-            sum_squares=float((counts * middles**2).sum()),
-            bucket_limits=LOG10_EDGES[1:].tolist(),
-            bucket_counts=counts.tolist(),
-            global_step=step,
-        )
-
     def _beat(self) -> None:
         self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")
 
 
 def _histograms(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, np.ndarray]:
+    """The values of all ranks for the histograms among the metrics, none without values."""
     found: dict[str, list[LogHistogram]] = {}
     for rank in ranks:
         for key, parts in rank.items():
-            found.setdefault(key, []).extend(
-                part for part in parts if isinstance(part, LogHistogram)
-            )
+            shown = [part for part in parts if isinstance(part, LogHistogram) and len(part.values)]
+            found.setdefault(key, []).extend(shown)
     return {key: LogHistogram.merge(parts) for key, parts in sorted(found.items()) if parts}
 
 

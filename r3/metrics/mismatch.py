@@ -78,7 +78,7 @@ def mismatch(
         "abs_p99": Quantile(values=sizes, q=0.99),
         "abs_p999": Quantile(values=sizes, q=0.999),
         "abs_max": Max(value=float(size.max()) if count else None),
-        "abs_log10": LogHistogram.of(sizes),
+        "abs_log10": LogHistogram(sizes),
         "ess": EffectiveSampleSize(
             sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count
         ),

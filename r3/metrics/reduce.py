@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import pstdev
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,10 +91,7 @@ class StandardDeviation:
     @staticmethod
     def reduce(parts: Sequence[StandardDeviation]) -> float | None:
         values = [value for part in parts for value in part.values]
-        if not values:
-            return None
-        mean = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+        return pstdev(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +180,11 @@ def _total_load(loads: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(loads, np.int64).sum(0) if loads else np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LogHistogram:
-    """Counts of sizes per quarter of a decade from 1e-10 to 100; smaller ones are in the first bin.
+    """A histogram of log10 of sizes >= 0 that TensorBoard shows, and no row holds."""
 
-    It has no single number: TensorBoard shows it, and no row holds it.
-    """
-
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sizes: np.ndarray) -> LogHistogram:
-        """Count sizes >= 0."""
-        logs = np.log10(np.maximum(sizes.astype(np.float64), 1e-300))
-        bins, _ = np.histogram(np.clip(logs, LOG10_EDGES[0], LOG10_EDGES[-1]), LOG10_EDGES)
-        return cls(counts=tuple(bins.tolist()))
+    values: np.ndarray
 
     @staticmethod
     def reduce(parts: Sequence[LogHistogram]) -> float | None:
@@ -204,8 +192,10 @@ class LogHistogram:
 
     @staticmethod
     def merge(parts: Sequence[LogHistogram]) -> np.ndarray:
-        """Sum of the counts of all parts, int64 [bins]."""
-        return np.array([part.counts for part in parts], dtype=np.int64).sum(axis=0)
+        """log10 of all values, float64; those beyond `LOG10_EDGES` are at its ends."""
+        values = np.concatenate([part.values for part in parts]).astype(np.float64)
+        return np.clip(np.log10(np.maximum(values, 1e-300)), LOG10_EDGES[0], LOG10_EDGES[-1])
 
 
 LOG10_EDGES = np.arange(-10.0, 2.01, 0.25)
+"""Bins of a quarter of a decade."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3.config import Config, flatten, public
-from r3.metrics.tensorboard import sample_markdown
 from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
@@ -193,10 +192,9 @@ class Tracker:
         """Send the metrics of a step."""
         self._later(lambda: self._client.log(row, step))
 
-    def log_samples(self, step: int, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Send rows of a dump as text, by a name such as "best"."""
-        texts = {name: sample_markdown(row) for name, row in rows.items()}
-        self._later(lambda: self._client.log_samples(texts, step))
+    def log_samples(self, samples: Mapping[str, str], step: int) -> None:
+        """Send samples as text, by a name such as "best"."""
+        self._later(lambda: self._client.log_samples(samples, step))
 
     def close(self, *, failed: bool) -> None:
         """Send the rest and end the run of the service; gives up after a minute."""

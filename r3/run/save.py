@@ -97,7 +97,7 @@ class Saver:
         named = [key for key in row if key.startswith("eval/")]
         if self._goal.metric and named and step not in self._values:
             there = f"the evaluation after step {step} has no such value, but {', '.join(named)}"
-            self._run.meter.line(f"checkpoint.keep_best {self._goal.metric}: {there}")
+            self._run.meter.console.line(f"checkpoint.keep_best {self._goal.metric}: {there}")
         return step > 0 and step == best_step(self._values)
 
     def _export_if_due(self, step: int) -> None:
@@ -106,7 +106,7 @@ class Saver:
             try:
                 export_weights(self._run, step)
             except SaveError as error:
-                self._run.meter.line(f"{error}; the run goes on")
+                self._run.meter.console.line(f"{error}; the run goes on")
 
     def _is_written(self) -> bool:
         """Wait for the checkpoint in flight, if there is one. The same on all ranks."""
@@ -154,7 +154,9 @@ class Saver:
             self._say(step, error)
             raise
         seconds = time.perf_counter() - began
-        self._run.meter.line(f"checkpoint of step {step}: {seconds:.1f} s, beside the training")
+        self._run.meter.console.line(
+            f"checkpoint of step {step}: {seconds:.1f} s, beside the training"
+        )
 
     def _say(self, step: int, error: SaveError) -> None:
         if self._run.device.rank == 0:

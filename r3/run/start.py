@@ -72,7 +72,9 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         run = _build(prepared)
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
-        run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
+        run.meter.console.header(
+            [*settings, *header(config, task, run.mesh, run.device, run.start)]
+        )
         prepared.watchdog.watch(prepared.folder, kill_after_s=config.debug.kill_after_s)
         with run.meter, run.stop, run.background:
             run.phases.begin_steps()

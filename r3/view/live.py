@@ -24,4 +24,4 @@ def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
     if log.show_every and step % log.show_every == 0 and scored and run.device.rank == 0:
         item = scored[step % len(scored)]  # each step another place of the batch
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
-        run.meter.show_conversation(conversation(sample_of(0, row_of(item, prompt))))
+        run.meter.console.show(conversation(sample_of(0, row_of(item, prompt))))

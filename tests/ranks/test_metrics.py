@@ -24,19 +24,20 @@ pytestmark = pytest.mark.ranks
 
 def report(device: Device, folder: str) -> dict[str, Any]:
     """One rank's share of two rows."""
-    axis = Axis.of("world", dist.group.WORLD)
     gathered: list[Any] = []
 
-    class Counted:
+    class Counted(Axis):
         """The real axis, and how often it was used."""
-
-        rank = axis.rank
 
         def all_gather_object(self, item: Any) -> list[Any]:
             gathered.append(item)
-            return axis.all_gather_object(item)
+            return super().all_gather_object(item)
 
-    meter = Meter(RunDir(Path(folder)), Counted(), tiny_config(log={"tensorboard": True}))
+    meter = Meter(
+        RunDir(Path(folder)),
+        Counted.of("world", dist.group.WORLD),
+        tiny_config(log={"tensorboard": True}),
+    )
     with meter.phase("train"):
         time.sleep(0.1 * device.rank)
     meter.add({"reward/mean": Mean(total=float(device.rank), count=1.0 + 2.0 * device.rank)})

@@ -17,18 +17,7 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.unit
 
 PASSWORD = "hunter2-hunter2"
-ROWS = {
-    name: {
-        "prompt_id": "rows.jsonl:1",
-        "sample_index": 0,
-        "reward": reward,
-        "advantage": reward - 0.5,
-        "response_tokens": 4,
-        "finish_reason": "stop",
-        "messages": [{"role": "assistant", "content": f"a {name} response"}],
-    }
-    for name, reward in (("best", 1.0), ("worst", 0.0))
-}
+SAMPLES = {name: f"a {name} response" for name in ("best", "worst")}
 
 
 def config_of(tracker: str, folder: Path) -> Config:
@@ -59,7 +48,7 @@ def made_run(config: Config, *, steps: range) -> None:
     tracker = Tracker(config, "abcdef0123456789")
     for step in steps:
         tracker.log({"reward/mean": step / 8, "mismatch/k3": 1e-5}, step)
-    tracker.log_samples(steps[-1], ROWS)
+    tracker.log_samples(SAMPLES, steps[-1])
     tracker.close(failed=False)
 
 
