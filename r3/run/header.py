@@ -51,18 +51,7 @@ def reward_text(config: Config) -> str:
     )
 
 
-def judge_lines(config: Config) -> list[str]:
-    """The models that score responses, one line each."""
-    reward, functions = config.reward, config.reward_functions
-    judges = {
-        "http": f"{reward.model} at {reward.url}",
-        "self_judge": "the policy itself (self_judge)",
-        "model": f"reward model {reward.model_path}",
-    }
-    return [f"judge      {text}" for name, text in judges.items() if name in functions]
-
-
-def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
+def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[tuple[str, str]]:
     """The lines of the header about the routers and about `train.freeze`."""
     names = frozen_tensors(shape, patterns)
     ending = f".{shape.moe_names.router}.weight"
@@ -70,20 +59,17 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
     trained = "trained" if not router & names else "frozen" if router <= names else "partly frozen"
     count = sum(prod(shape.tensor_shapes[name]) for name in names)
     frozen = f"{count:,} parameters in {len(names)} tensors (train.freeze {' '.join(patterns)})"
-    routers = [f"routers    {trained}; no load-balancing loss, expert biases frozen"]
-    return [
-        *(routers if shape.moe_layers else []),
-        *([f"frozen     {frozen}"] if names else []),
-    ]
+    routers = f"{trained}; no load-balancing loss, expert biases frozen"
+    return [("routers", routers if shape.moe_layers else ""), ("frozen", frozen if names else "")]
 
 
-def adapter_lines(config: Config, shape: ModelShape) -> list[str]:
-    """The line of the header about adapters."""
+def adapter_text(config: Config, shape: ModelShape) -> str:
+    """The adapters in one line."""
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     share = f"{values:,} parameters ({values / shape.num_params:.2%})"
     base = "" if config.model.base == "dtype" else f"; base in {config.model.base}"
-    return [f"adapters   {share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}{base}"]
+    return f"{share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}{base}"
 
 
 def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[str]:
@@ -99,79 +85,88 @@ def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[
 
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
     """The lines that describe a run before its first step."""
-    shape, parallel = task.shape, config.parallel
-    moe = (
-        f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers"
-        if shape.moe_layers
-        else ", dense"
-    )
-    not_loaded = [f"left out   {shape.left_out}, not trained or exported"] if shape.left_out else []
-    read_as = [f"read as    bfloat16, from {shape.quantised}"] if shape.quantised else []
-    left_out = f"{task.prompts.dropped_too_long} dropped as too long"
-    if config.data.drop_duplicates:
-        left_out += f", {task.prompts.dropped_duplicates} as duplicates"
-    sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
+    shape, prompts = task.shape, task.prompts
+    is_moe, samples = bool(shape.moe_layers), config.train.objective != "sft"
+    moe = ", dense"
+    if is_moe:
+        layers = f"in {len(shape.moe_layers)} layers"
+        moe = f", {shape.num_experts} experts top-{shape.topk} {layers}"
     held_out = (
         ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
         or "none held out"
     )
-    sizes = [len(piece) for piece in parallel.pieces(shape.num_layers)]
-    pipeline = f"pp {parallel.pp}"
-    if parallel.vpp > 1 or len(set(sizes)) > 1:
-        pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
-    supervised = config.train.objective == "sft"
-    what = "conversations" if supervised else "prompts"
-    if config.uses_engine:
-        engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
-    else:
-        engines = "no engine"
-    epochs = f" x {n} epochs" if (n := config.train.epochs_per_step) > 1 else ""
-    updates = f"{config.train.updates_per_step} update(s){epochs}, {config.train.steps} steps"
-    read = task.prompts.read
+    data = held_out
+    if not config.eval.only:
+        sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
+        left_out = f"{prompts.dropped_too_long} dropped as too long"
+        if config.data.drop_duplicates:
+            left_out += f", {prompts.dropped_duplicates} as duplicates"
+        what = "prompts" if samples else "conversations"
+        data = f"{len(prompts)} {what}{sources} ({left_out}), {held_out}"
+    judges = {
+        "http": f"{config.reward.model} at {config.reward.url}",
+        "self_judge": "the policy itself (self_judge)",
+        "model": f"reward model {config.reward.model_path}",
+    }
     environment = config.env.path or config.env.command or config.env.name
-    task_line = f"task       {environment}, reward {reward_text(config)}"
-    step_lines = [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
-    if not supervised:
-        samples = f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} samples"
-        replay = (
-            f"{config.replay.mode}; missing routes: {config.replay.on_missing}; reference "
-            f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live"
-        )
-        off = "off (a dense model has no routes)"
-        step_lines = [
-            f"step       {samples}, {updates}",
-            f"replay     {replay if shape.moe_layers else off}",
-        ]
-    return [
-        f"python     {platform.python_version()}, {sys.executable}",
-        f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
-        *not_loaded,
-        *read_as,
-        f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
-        f"{parallel.ep} tp {parallel.tp} "
-        f"{pipeline} cp {parallel.cp}; {engines}",
-        f"precision  policy {config.model.dtype}"
-        f"{f', engine {config.engine.dtype}' if config.uses_engine else ''}"
-        f"{', head float32' if config.model.fp32_head else ''}"
-        f"{', deterministic kernels' if config.debug.deterministic else ''}",
+    precision = f"policy {config.model.dtype}"
+    precision += f", engine {config.engine.dtype}" if config.uses_engine else ""
+    precision += ", head float32" if config.model.fp32_head else ""
+    precision += ", deterministic kernels" if config.debug.deterministic else ""
+    lines = [
+        ("python", f"{platform.python_version()}, {sys.executable}"),
+        ("model", f"{config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})"),
+        ("left out", f"{shape.left_out}, not trained or exported" if shape.left_out else ""),
+        ("read as", f"bfloat16, from {shape.quantised}" if shape.quantised else ""),
+        ("layout", _layout(config, task, mesh, device)),
+        ("precision", precision),
+        ("data", data),
+        *(("", each) for each in source_lines(config.data.path, prompts.read)),
+        ("task", f"{environment}, reward {reward_text(config)}" if samples else ""),
+        ("step", "" if config.eval.only else _step(config)),
+        ("replay", _replay(config, is_moe) if samples and not config.eval.only else ""),
+        *(("judge", text) for name, text in judges.items() if name in config.reward_functions),
+        ("teacher", " ".join(config.algo.teacher)),
+        ("turns", f"end with {' or '.join(task.conversation_setup.renderer.end_texts)}"),
         *(
-            [f"data       {held_out}"]
-            if config.eval.only
-            else [
-                f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
-                *(f"           {each}" for each in source_lines(config.data.path, read)),
-            ]
-        ),
-        *([] if supervised else [task_line]),
-        *([] if config.eval.only else step_lines),
-        *judge_lines(config),
-        *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
-        f"turns      end with {' or '.join(task.conversation_setup.renderer.end_texts)}",
-        *(
-            adapter_lines(config, shape)
+            [("adapters", adapter_text(config, shape))]
             if config.lora.rank
             else frozen_lines(shape, config.train.freeze)
         ),
-        f"folder     {config.log.dir}",
-        *start.notes,
+        ("folder", config.log.dir),
     ]
+    return [*(f"{label:11}{text}" for label, text in lines if text), *start.notes]
+
+
+def _layout(config: Config, task: Task, mesh: Mesh, device: Device) -> str:
+    parallel = config.parallel
+    sizes = [len(piece) for piece in parallel.pieces(task.shape.num_layers)]
+    pipeline = f"pp {parallel.pp}"
+    if parallel.vpp > 1 or len(set(sizes)) > 1:
+        pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
+    engines = "no engine"
+    if config.uses_engine:
+        engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
+    return (
+        f"{device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} "
+        f"tp {parallel.tp} {pipeline} cp {parallel.cp}; {engines}"
+    )
+
+
+def _step(config: Config) -> str:
+    rollout, train = config.rollout, config.train
+    sampled = f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples"
+    if train.objective == "sft":
+        sampled = f"{rollout.prompts_per_step} conversations to learn"
+    epochs = f" x {train.epochs_per_step} epochs" if train.epochs_per_step > 1 else ""
+    return f"{sampled}, {train.updates_per_step} update(s){epochs}, {train.steps} steps"
+
+
+def _replay(config: Config, is_moe: bool) -> str:
+    if not is_moe:
+        return "off (a dense model has no routes)"
+    reference = "replays" if config.replay.reference else "routes live"
+    return (
+        f"{config.replay.mode}; missing routes: {config.replay.on_missing}; reference {reference}; "
+        "evaluation routes live"
+    )

@@ -328,7 +328,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path: Path) -> None:
     stream = io.StringIO()
     axis = Axis(name="world", group=None, rank=1, size=1)
     m = meter(tmp_path, axis=axis, stream=stream, log={"tensorboard": True})
-    m.header(["model tiny"])
+    m.console.header(["model tiny"])
     m.add({"reward/mean": Mean(1.0, 1.0)})
     assert m.close_step(1) == {"reward/mean": 1.0}
     m.close()
@@ -639,7 +639,7 @@ def test_a_stage_says_what_is_loaded_and_how_long_it_took(
 def test_a_log_file_gets_plain_lines() -> None:
     stream = io.StringIO()
     m = meter(stream=stream, log={"progress": True, "tensorboard": False})
-    m.header(["model   tiny [bold]", "replay  r3"])
+    m.console.header(["model   tiny [bold]", "replay  r3"])
     with m.progress(3, "generate") as tick:
         tick()
     m.add({"reward/mean": Mean(1.0, 2.0)})
@@ -663,7 +663,7 @@ def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: pytest.Mo
 def test_a_terminal_gets_a_frame_and_bars() -> None:
     stream = Terminal()
     m = meter(stream=stream, log={"progress": True, "tensorboard": False})
-    m.header(["replay  r3 [bold]"])
+    m.console.header(["replay  r3 [bold]"])
     with m.progress(3, "generate") as tick:
         tick(2)
         tick()
@@ -678,7 +678,7 @@ def test_a_terminal_gets_a_frame_and_bars() -> None:
 
 def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
     stream = Terminal()
-    meter(stream=stream, log={"tensorboard": False}).header([f"model      {'word ' * 40}"])
+    meter(stream=stream, log={"tensorboard": False}).console.header([f"model      {'word ' * 40}"])
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()
     inside = [line[2:-2].rstrip() for line in shown[1:-1]]
     assert len(inside) > 1 and inside[0].startswith("model      word word")
