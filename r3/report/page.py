@@ -264,7 +264,7 @@ def _shape(facts: RunFacts, notes: list[str]) -> ModelShape | None:
 
 def _tokenizer(facts: RunFacts) -> Any:
     """The tokenizer of the run's model or of its export, if one is on this machine; no download."""
-    exports = sorted(RunDir(facts.path).hf(0).parent.glob("step_*"))
+    exports = sorted(RunDir(facts.path).exports.glob("step_*"))
     for folder in (Path(facts.model_path), *exports):
         if (folder / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer

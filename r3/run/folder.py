@@ -14,48 +14,41 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """Names of the files of a run. Folders are created with their first file."""
+    """Names of the files of a run. Folders are created with their first file.
 
-    path: Path
+    Attributes:
+        config: the resolved configuration.
+        overrides: the settings that differ from the preset or file the run started from, and its
+            name.
+        sources: digests of what shapes the run beside its settings (`r3.run.sources`).
+        metrics: one object per step.
+        tensorboard: event files.
+        checkpoints: one folder per checkpoint.
+        exports: one Hugging Face folder per export.
+        evaluated: metrics of the last evaluation without training (eval.only).
+        stopped: one line about the signal that ended the last attempt.
+        first_failure: the block that the first failing rank of the last attempt printed.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        """The settings that differ from the preset or file the run started from, and its name."""
-        return self.path / "overrides.yaml"
-
-    @property
-    def sources(self) -> Path:
-        """Digests of what shapes the run beside its settings (`r3.run.sources`)."""
-        return self.path / "sources.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.overrides = path / "overrides.yaml"
+        self.sources = path / "sources.json"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.exports = path / "hf"
+        self.evaluated = path / "eval" / "alone.json"
+        self.stopped = path / "errors" / "stopped"
+        self.first_failure = path / "errors" / "first_failure"
 
     def rollouts(self, step: int) -> Path:
         """The step's dump; its arrays have the same name with the ending .safetensors."""
@@ -69,18 +62,13 @@ class RunDir:
         """The step's evaluation samples."""
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
-    @property
-    def evaluated(self) -> Path:
-        """Metrics of the last evaluation without training (eval.only)."""
-        return self.path / "eval" / "alone.json"
-
     def checkpoint(self, step: int) -> Path:
         """The checkpoint taken after `step` steps."""
         return self.checkpoints / f"step_{step:06d}"
 
     def hf(self, step: int) -> Path:
         """The Hugging Face export taken after `step` steps."""
-        return self.path / "hf" / f"step_{step:06d}"
+        return self.exports / f"step_{step:06d}"
 
     def trace(self, step: int, rank: int) -> Path:
         """Operations of one rank in one step (debug.profile)."""
@@ -89,16 +77,6 @@ class RunDir:
     def heartbeat(self, rank: int) -> Path:
         """The file in which a rank writes its phase."""
         return self.path / "heartbeats" / f"rank_{rank:05d}.json"
-
-    @property
-    def stopped(self) -> Path:
-        """One line about the signal that ended the last attempt."""
-        return self.path / "errors" / "stopped"
-
-    @property
-    def first_failure(self) -> Path:
-        """The block that the first failing rank of the last attempt printed."""
-        return self.path / "errors" / "first_failure"
 
     def append_metrics(self, row: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; when this returns, the line survives a power cut.
@@ -155,35 +133,29 @@ def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = 
     write_text(path, text, durable=durable, private=private)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a jsonl file; warn if its last line is incomplete and was left out.
+def read_jsonl(path: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the objects of a jsonl file, without an incomplete last line.
 
-    Raises:
-        ValueError: another line is not a JSON object.
-    """
-    rows, notes = read_jsonl_and_notes(path)
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
-    return rows
-
-
-def read_jsonl_and_notes(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """As `read_jsonl`, but return the warnings as texts.
+    Args:
+        notes: gets a line about that; without it, it is a warning.
 
     Raises:
         ValueError: a line before the last is no JSON object.
     """
     lines = read_jsonl_lines(path)
-    notes = []
     if lines and isinstance(lines[-1][1], str):
         number, _ = lines.pop()
-        notes.append(f"{path}:{number}: the last line is torn and was left out")
+        note = f"{path}:{number}: the last line is torn and was left out"
+        if notes is None:
+            warnings.warn(note, stacklevel=2)
+        else:
+            notes.append(note)
     rows = []
     for number, row in lines:
         if isinstance(row, str):
             raise ValueError(f"{path}:{number}: not a JSON object ({row})")
         rows.append(row)
-    return rows, notes
+    return rows
 
 
 def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
@@ -214,24 +186,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
     """Drop the rows of `step` and later, and an incomplete last line; return notes for the user."""
+    name = run_dir.metrics.name
     if not run_dir.metrics.exists():
-        return (
-            [f"{run_dir.metrics.name} is missing: rows before step {step} are lost"]
-            if step > 1
-            else []
-        )
-    rows, notes = read_jsonl_and_notes(run_dir.metrics)
+        return [f"{name} is missing: rows before step {step} are lost"] if step > 1 else []
+    notes: list[str] = []
+    rows = read_jsonl(run_dir.metrics, notes)
     kept = [row for row in rows if row["step"] < step]
     if dropped := len(rows) - len(kept):
-        notes.append(
-            f"{run_dir.metrics.name}: {dropped} rows from step {step} on were dropped, to be made "
-            "again"
-        )
+        notes.append(f"{name}: {dropped} rows from step {step} on were dropped, to be made again")
     last = kept[-1]["step"] if kept else -1
     if last + 1 < step:
-        notes.append(
-            f"{run_dir.metrics.name}: rows of steps {last + 1:.0f} to {step - 1} are missing"
-        )
+        notes.append(f"{name}: rows of steps {last + 1:.0f} to {step - 1} are missing")
     with replacing(run_dir.metrics) as temporary:
         temporary.write_bytes(b"".join(map(jsonl_line, kept)))
     return notes

@@ -19,13 +19,7 @@ from r3.config import (
     with_values,
 )
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.folder import (
-    RunDir,
-    read_jsonl_and_notes,
-    step_folders,
-    truncate_metrics,
-    write_text,
-)
+from r3.run.folder import RunDir, read_jsonl, step_folders, truncate_metrics, write_text
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
 from r3.run.run_json import is_automatic, new_identity, read_identity, write_identity
@@ -34,13 +28,7 @@ from r3.run.sources import Sources, require_same_sources, write_sources
 _FRUITLESS_RESTARTS = 1
 _FAILURES_OF_A_STEP = 1  # the same failure twice is no accident
 _ASIDE = (
-    "metrics.jsonl",
-    "tensorboard",
-    "rollouts",
-    "eval",
-    "config.yaml",
-    OVERRIDES,
-    "hf",
+    *("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf"),
     "sources.json",
 )
 
@@ -125,7 +113,7 @@ def _rows(run_dir: RunDir) -> list[dict[str, float]]:
     """The rows of the run so far, without an incomplete last line."""
     fix = "Fix: correct that line or remove it; it holds metrics and nothing else"
     try:
-        rows, _ = read_jsonl_and_notes(run_dir.metrics)  # `truncate_metrics` returns the notes
+        rows = read_jsonl(run_dir.metrics, notes=[])  # `truncate_metrics` returns them
     except FileNotFoundError:
         return []
     except ValueError as error:
@@ -215,7 +203,7 @@ def _open(
         return Start(found=found, notes=tuple(notes))
     notes = []
     if writes:
-        exports = run_dir.hf(0).parent
+        exports = run_dir.exports
         left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
         if exports in left and not any(exports.iterdir()):  # it may be a disk of its own
             left.remove(exports)
@@ -257,7 +245,7 @@ def drop_after(run_dir: RunDir, step: int) -> list[str]:
     Rows of metrics are dropped. Exported models get another name.
     """
     notes = truncate_metrics(run_dir, step + 1)
-    for later, folder in step_folders(run_dir.hf(0).parent):
+    for later, folder in step_folders(run_dir.exports):
         if later > step:
             aside = folder.with_name(f"abandoned_{folder.name}")
             replace_folder(folder, aside)
