@@ -15,7 +15,6 @@ wrong settings.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.types import Batch, Rollout
 
@@ -362,16 +362,10 @@ class ReadBack:
         return total
 
 
-def check_route_path(context: DoctorContext) -> str:
-    """Check coded routes through exchange, packing, slicing and routers, then in a training
-    pass.
-    """
-    run = context.run
-    return read_back_coded_routes(run.policy, run.mesh, run.config)
-
-
 def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
-    """Run the known-answer test and return its result as text. All ranks must call.
+    """Check coded routes through exchange, packing, slicing and routers, then in a training pass.
+
+    All ranks must call. Returns the result as text.
 
     Raises:
         CheckFailed: a route did not arrive where it belongs.
@@ -553,7 +547,13 @@ def check_memory(context: DoctorContext) -> str:
 CHECKS = (
     Check(name="collectives", run=check_collectives),
     Check(name="routers", run=check_routers),
-    Check(name="route path", run=check_route_path, needs=("collectives", "routers")),
+    Check(
+        name="route path",
+        run=lambda context: read_back_coded_routes(
+            context.run.policy, context.run.mesh, context.run.config
+        ),
+        needs=("collectives", "routers"),
+    ),
     Check(name="sync", run=check_sync, needs=("collectives",)),
     Check(name="engine rows", run=check_engine_rows, needs=("sync",)),
     Check(name="replay on and off", run=check_replay, needs=("engine rows",)),
@@ -564,21 +564,16 @@ CHECKS = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all checks, print one line per check, end the process with 0 or 1."""
     words = list(sys.argv[1:] if argv is None else argv)
-    fast = "--fast" in words
+    config = cli.parse([word for word in words if word != "--fast"]).config
     # Coded routes must not be replaced by likelier ones.
-    config = with_values(
-        cli.parse([word for word in words if word != "--fast"]).config,
-        {"replay.plausibility": 0.0},
-    )
-    results: list[CheckResult] = []
-    for result in examine_machines(config) if fast else examine_path(config):
-        results.append(result)
+    config = with_values(config, {"replay.plausibility": 0.0})
+    count, failed = 0, []
+    for result in examine_machines(config) if "--fast" in words else examine_path(config):
+        count += 1
+        failed += [] if result.passed else [result.name]
         _report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.text}")
-    failed = [result.name for result in results if not result.passed]
-    _report(
-        f"{len(results) - len(failed)} of {len(results)} passed"
-        + (f"; FAILED: {', '.join(failed)}" if failed else "")
-    )
+    end = f"; FAILED: {', '.join(failed)}" if failed else ""
+    _report(f"{count - len(failed)} of {count} passed{end}")
     leave(1 if failed else 0)
 
 
@@ -609,7 +604,7 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
 
 
 def _report(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_leader():
         say(text)
 
 

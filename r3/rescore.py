@@ -45,6 +45,7 @@ from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
 from r3.types import MicroBatch, Rollout
+from r3.view.runs import dumped_steps
 
 # Settings that matter to a policy that only scores.
 _MATTERS = (
@@ -107,16 +108,8 @@ def parse(argv: Sequence[str]) -> Order:
     try:
         config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
     except OSError:
-        raise ConfigError(
-            [
-                Problem(
-                    "RUN_DIR",
-                    str(words.run_dir),
-                    "there is no config.yaml to read",
-                    "give the folder of a run",
-                )
-            ]
-        ) from None
+        rule, fix = "there is no config.yaml to read", "give the folder of a run"
+        raise ConfigError([Problem("RUN_DIR", str(words.run_dir), rule, fix)]) from None
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
@@ -128,20 +121,10 @@ def parse(argv: Sequence[str]) -> Order:
     ]
     config = with_values(config, values | unused)
     if not run_dir.rollouts(words.step).exists():
-        dumped = sorted(
-            int(path.stem.removeprefix("step_"))
-            for path in run_dir.rollouts(0).parent.glob("step_*.jsonl")
-        )
-        rule = (
-            f"is not dumped; the run dumped steps {dumped}"
-            if dumped
-            else "is not dumped, nor any other step"
-        )
-        problems.append(
-            Problem(
-                "--step", words.step, rule, "choose one of them, or run with --log.rollouts_every 1"
-            )
-        )
+        dumped = dumped_steps(words.run_dir, "train")
+        others = f"; the run dumped steps {dumped}" if dumped else ", nor any other step"
+        fix = "choose one of them, or run with --log.rollouts_every 1"
+        problems.append(Problem("--step", words.step, f"is not dumped{others}", fix))
         raise ConfigError(problems)
     try:
         rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
@@ -191,29 +174,20 @@ def _weights(
     if given is not None:
         return _given_weights(given, policy_version, problems)
     if policy_version == 0:
-        return Weights(
-            folder=Path(folder_of(config.model.path)), is_checkpoint=False, text=config.model.path
-        )
+        folder, text = Path(folder_of(config.model.path)), config.model.path
+        return Weights(folder=folder, is_checkpoint=False, text=text)
     exported, saved = run_dir.hf(policy_version), run_dir.checkpoint(policy_version)
     for folder, is_checkpoint in ((exported, False), (saved, True)):
         if folder.exists():
             return Weights(folder=folder, is_checkpoint=is_checkpoint, text=str(folder))
-    kept = {
-        0,
-        *(
-            number
-            for folder in (saved.parent, exported.parent)
-            for number, _ in step_folders(folder)
-        ),
-    }
-    dumped = [number + 1 for number in sorted(kept) if run_dir.rollouts(number + 1).exists()]
-    rule = (
-        f"was sampled by version {policy_version}, and the run keeps the weights of versions "
-        f"{sorted(kept)} only"
+    kept = sorted(
+        {0, *dict(step_folders(run_dir.checkpoints)), *dict(step_folders(run_dir.exports))}
     )
-    fix = "give them with --weights DIR" + (
-        f", or --step {' or '.join(map(str, dumped))}" if dumped else ""
-    )
+    dumped = [number + 1 for number in kept if run_dir.rollouts(number + 1).exists()]
+    has = f"the run keeps the weights of versions {kept} only"
+    rule = f"was sampled by version {policy_version}, and {has}"
+    fix = "give them with --weights DIR"
+    fix += f", or --step {' or '.join(map(str, dumped))}" if dumped else ""
     problems.append(Problem("--step", step, rule, fix))
     return None
 
@@ -226,12 +200,10 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
         problems.append(Problem("--weights", str(folder), rule, "such as RUN_DIR/hf/step_000010"))
         return None
     if facts.get("step", policy_version) != policy_version:
-        rule = (
-            f"holds version {facts['step']}, and the dump was sampled by version {policy_version}"
-        )
-        problems.append(
-            Problem("--weights", str(folder), rule, f"give weights after {policy_version} steps")
-        )
+        dump = f"the dump was sampled by version {policy_version}"
+        rule = f"holds version {facts['step']}, and {dump}"
+        fix = f"give weights after {policy_version} steps"
+        problems.append(Problem("--weights", str(folder), rule, fix))
         return None
     trust = "" if "step" in facts else " (its version is unknown)"
     return Weights(folder=folder, is_checkpoint=not is_export, text=f"{folder}{trust}")

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from r3.runtime.terminal import own_streams, say, visible
 from r3.view.runs import Kind, ViewError, dumped_steps, read_samples
-from r3.view.samples import Sample, best, worst
+from r3.view.samples import Sample
 from r3.view.terminal import conversation
 
 DEFAULT_COUNT = 3
@@ -85,8 +85,10 @@ def chosen(
     most, least = (count or 0 for count in counts)
     if len({sample.reward for sample in samples}) == 1:
         return heading, [("all rewards are equal", samples[: most + least])]
-    highest = best(samples, most)
-    lowest = worst([sample for sample in samples if sample not in highest], least)
+    # Equal rewards keep the order of the dump.
+    highest = sorted(samples, key=lambda sample: -sample.reward)[:most]
+    others = [sample for sample in samples if sample not in highest]
+    lowest = sorted(others, key=lambda sample: sample.reward)[:least]
     parts = [("highest rewards", highest), ("lowest rewards", lowest)]
     return heading, [(title, found) for title, found in parts if found]
 

@@ -57,7 +57,7 @@ from r3.planning.verdict import (
     read_host,
     read_plan_for,
 )
-from r3.runtime.process import die_with_launcher, start_command
+from r3.runtime.process import die_with_launcher, is_leader, start_command
 from r3.runtime.terminal import own_streams, say
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
     if words.help:
         name, config = (base.name, base.config) if base else ("", Config())
-        helps.print_settings(name, config, words.topics, prints=_is_first_rank())
+        helps.print_settings(name, config, words.topics, prints=is_leader())
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
@@ -621,18 +621,14 @@ def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
     ]
 
 
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _say(text: str, *, error: bool = False) -> None:
-    if _is_first_rank():
+    if is_leader():
         say(without_secrets(text), error=error)
 
 
 def _leave(code: int, text: str) -> NoReturn:
     _say(text, error=code != 0)
-    if code and not _is_first_rank():
+    if code and not is_leader():
         time.sleep(5)  # torchrun kills all ranks when one fails: let the first one print
     raise SystemExit(code)
 

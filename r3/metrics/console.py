@@ -6,7 +6,6 @@ A terminal gets a table that fits its width, from 80 to 160 columns. A log file 
 from __future__ import annotations
 
 import io
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from r3.metrics.glossary import headlines
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import fitted, is_line_open, out, say, visible
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
@@ -231,7 +231,7 @@ def step_line(
 @contextmanager
 def stage(what: str) -> Iterator[None]:
     """Say on rank 0 what is being loaded, and the seconds that it took; on a terminal they run."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_leader():
         yield
         return
     started = time.perf_counter()

@@ -13,6 +13,7 @@ from r3.config import Config, flatten
 from r3.metrics.glossary import headlines
 from r3.run.best import Goal, best_step
 from r3.run.folder import RunDir, read_metrics, step_folders
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
 
 FINISHED = 76  # exit code of the check before a launch: there is nothing to launch
@@ -42,7 +43,7 @@ def says_finished(invocation: Invocation) -> bool:
         text = result(config, run_dir, step)
     except ValueError:  # rows that cannot be read: `open_run` names them
         return False
-    if os.environ.get("RANK", "0") == "0":
+    if is_leader():
         more = "--train.patience" if step < config.train.steps else "--train.steps"
         say(
             f"{run_dir.path} is finished: {text}. "

@@ -33,7 +33,7 @@ from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import has_gpu, prepare_environment
-from r3.runtime.process import die_with_launcher, importing, raise_file_limit
+from r3.runtime.process import die_with_launcher, importing, is_leader, raise_file_limit
 from r3.runtime.terminal import say
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.loading import START_LIMIT_S
@@ -249,8 +249,3 @@ def require_resources(shape: ModelShape) -> None:
         )
         fix = "mount a larger one (docker run --shm-size 8g), or start one rank"
         raise ConfigError([Problem("parallel", f"{ranks} ranks", rule, fix)])
-
-
-def is_leader() -> bool:
-    """Whether this process is rank 0, before the ranks have joined too."""
-    return os.environ.get("RANK", "0") == "0"

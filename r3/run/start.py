@@ -19,7 +19,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.failures import FailureReport, resume_command
 from r3.run.folder import RunDir, write_text
 from r3.run.header import closing, header
-from r3.run.prepare import Prepared, is_leader
+from r3.run.prepare import Prepared
 from r3.run.resume import ResumeError, Start
 from r3.run.run_json import read_identity
 from r3.run.sources import users_files
@@ -27,6 +27,7 @@ from r3.run.stop_signals import REQUEUE, StoppedEarly
 from r3.run.verify_checkpoint import newest_whole
 from r3.runtime.device import leave, settle
 from r3.runtime.mesh import Axis
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
 
 

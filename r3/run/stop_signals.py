@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
 
 from r3.runtime.mesh import Axis
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import say_in_handler
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
@@ -61,8 +61,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._name and number == signal.SIGINT:
             raise KeyboardInterrupt
-        speaks = os.environ.get("RANK", "0") == "0" and not self._first_failure.exists()
-        if not self._name and speaks:
+        if not self._name and is_leader() and not self._first_failure.exists():
             name = signal.Signals(number).name
             say_in_handler(f"\n{name}: stopping after this step, with a checkpoint")
         self._name = signal.Signals(number).name

@@ -25,6 +25,11 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def is_leader() -> bool:
+    """Whether this process is rank 0, before the ranks have joined too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def start_command(words: str) -> str:
     """The command that starts this program with other words, as this process was started."""
     # launch/ and r3.api set R3_RESUME. Without it, torchrun or Python started a program.

@@ -81,16 +81,6 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
     )
 
 
-def best(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The `count` samples with the highest rewards; equal rewards keep the order of the dump."""
-    return sorted(samples, key=lambda sample: -sample.reward)[:count]
-
-
-def worst(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The `count` samples with the lowest rewards; equal rewards keep the order of the dump."""
-    return sorted(samples, key=lambda sample: sample.reward)[:count]
-
-
 def tool_calls_text(message: Message) -> list[str]:
     """One line per structured tool call of a message: `name(arguments)`."""
     lines = []

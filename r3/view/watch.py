@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from r3.metrics.console import duration_text
 from r3.metrics.glossary import headlines
 from r3.run.folder import RunDir
 from r3.runtime.terminal import visible
@@ -21,6 +23,7 @@ from r3.view.runs import RunFacts
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 32
+_RECENT = 10  # steps that tell how long the others take
 STALE_S = 120.0
 """A heartbeat older than this belongs to a run that ended or hangs."""
 
@@ -91,29 +94,17 @@ def curve(values: Sequence[float | None], width: int = CURVE_WIDTH) -> str:
     )
 
 
-def remaining_s(rows: Sequence[Mapping[str, float]], steps: int, recent: int = 10) -> float | None:
+def remaining_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
     """Seconds to the end, by the mean of the newest steps; None before the first step."""
-    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row][
-        -recent:
-    ]
-    if not times:
-        return None
-    return sum(times) / len(times) * (steps - rows[-1]["step"])
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `7 min`, `3 h 05 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row]
+    return fmean(times[-_RECENT:]) * (steps - rows[-1]["step"]) if times else None
 
 
 def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
     """Everything that `r3.watch` shows."""
     steps = facts.steps
     done = int(facts.rows[-1]["step"]) if facts.rows else 0
-    parts: list[RenderableType] = [
+    return Group(
         Text(visible(facts.path), style="bold"),
         _progress(done, steps, _time_left(facts)),
         *([Text(visible(facts.end), style="bold red")] if facts.end else []),
@@ -122,8 +113,7 @@ def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
         _figures(facts.rows),
         Text(""),
         _ranks(beats, is_done=bool(facts.end) or facts.is_finished),
-    ]
-    return Group(*parts)
+    )
 
 
 def _time_left(facts: RunFacts) -> str:
@@ -132,7 +122,7 @@ def _time_left(facts: RunFacts) -> str:
     if facts.is_finished:
         return "finished"
     left = remaining_s(facts.rows, facts.steps)
-    return f"about {duration(left)} left" if facts.steps and left is not None else ""
+    return f"about {duration_text(left)} left" if facts.steps and left is not None else ""
 
 
 def _progress(done: int, steps: int, end: str) -> RenderableType:
@@ -174,7 +164,7 @@ def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
     if is_done:
         return Text("")
     if all(beat.age_s > STALE_S for beat in beats):
-        age = duration(min(beat.age_s for beat in beats))
+        age = duration_text(min(beat.age_s for beat in beats))
         return Text(f"all ranks silent for {age}: the run was stopped, or hangs", style="bold red")
     phases: dict[str, list[int]] = {}
     for beat in beats:
@@ -189,6 +179,6 @@ def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
     silent = slowest.silent_s + slowest.age_s
     if silent > STALE_S:
         text.append(
-            f"\nrank {slowest.rank} made no progress for {duration(silent)}", style="bold red"
+            f"\nrank {slowest.rank} made no progress for {duration_text(silent)}", style="bold red"
         )
     return text

@@ -11,7 +11,7 @@ import pytest
 from r3 import show
 from r3.run.folder import RunDir
 from r3.view.runs import ViewError, differing_settings, read_run, read_samples
-from r3.view.samples import best, sample_of, tool_calls_text, worst
+from r3.view.samples import sample_of, tool_calls_text
 from r3.view.terminal import facts
 from tests.run_folder import GROUPS, SAMPLES, write_run
 
@@ -35,13 +35,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     return captured.err
-
-
-def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) -> None:
-    samples = read_samples(run, "train", 1)["train"]
-    assert len(samples) == GROUPS * SAMPLES
-    assert [(each.group, each.sample_index) for each in best(samples, 2)] == [(0, 3), (1, 3)]
-    assert [(each.group, each.sample_index) for each in worst(samples, 2)] == [(0, 0), (0, 1)]
 
 
 def test_newest_dump_is_shown_with_best_and_worst(
