@@ -256,7 +256,7 @@ def configuration() -> str:
             for each in SETTINGS.values()
             if each.name.startswith(f"{section.name}.")
         ]
-        intro = fill(" ".join((getattr(section.default_factory, "__doc__", "")).split()), width=100)
+        intro = fill(" ".join((type(section.default).__doc__ or "").split()), width=100)
         parts.append(f"## {section.name}\n\n{intro}\n\n{table(header, rows)}\n")
     return "\n".join(parts)
 

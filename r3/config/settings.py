@@ -10,7 +10,7 @@ A `Config` is data; derived values are properties. Imports nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from math import lcm
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -928,24 +928,22 @@ class DebugConfig:
 class Config:
     """All settings of a run: `torchrun --nproc_per_node N train.py BASE --section.field value`."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     # Neither the layout nor what is written and measured shapes what is learnt.
-    parallel: Annotated[ParallelConfig, MayChangeOnResume()] = field(default_factory=ParallelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    eval: Annotated[EvalConfig, MayChangeOnResume()] = field(default_factory=EvalConfig)
-    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume()] = field(
-        default_factory=CheckpointConfig
-    )
-    log: Annotated[LogConfig, MayChangeOnResume()] = field(default_factory=LogConfig)
-    debug: Annotated[DebugConfig, MayChangeOnResume()] = field(default_factory=DebugConfig)
+    parallel: Annotated[ParallelConfig, MayChangeOnResume()] = ParallelConfig()
+    engine: EngineConfig = EngineConfig()
+    replay: ReplayConfig = ReplayConfig()
+    eval: Annotated[EvalConfig, MayChangeOnResume()] = EvalConfig()
+    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume()] = CheckpointConfig()
+    log: Annotated[LogConfig, MayChangeOnResume()] = LogConfig()
+    debug: Annotated[DebugConfig, MayChangeOnResume()] = DebugConfig()
 
     @property
     def uses_engine(self) -> bool:

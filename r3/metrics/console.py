@@ -45,31 +45,38 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
 
 
-def _tiny(value: float) -> str:
-    return f"{value:.1e}"
-
-
 @dataclass(frozen=True)
 class Column:
     """One figure of the table.
 
     Attributes:
-        keys: metrics of the row that it may show; the first one present counts.
+        key: metric of the row that it shows.
         title: its title; log files use it as a label.
-        meaning: what it is, for --help and the docs.
+        form: how it is written: of `format`, or a function.
         priority: columns with larger numbers are dropped first where there is no room.
+        meaning: what it is, for --help and the docs.
+        instead: metric that it shows in a row without the other.
     """
 
-    keys: tuple[str, ...]
+    key: str
     title: str
-    meaning: str
-    show: Callable[[float], str]
+    form: str | Callable[[float], str]
     width: int
     priority: int
+    meaning: str
+    instead: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Metrics that it may show; the first one present counts."""
+        return (self.key, self.instead) if self.instead else (self.key,)
 
     def text(self, row: Mapping[str, float]) -> str:
         """The figure as text; empty if the row has none."""
-        return next((self.show(row[key]) for key in self.keys if key in row), "")
+        value = next((row[key] for key in self.keys if key in row), None)
+        if value is None:
+            return ""
+        return format(value, self.form) if isinstance(self.form, str) else self.form(value)
 
 
 _SILENT_AT_0 = (  # 0 in many runs, at every step
@@ -78,94 +85,79 @@ _SILENT_AT_0 = (  # 0 in many runs, at every step
 )
 _EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
-    Column(("reward/mean",), "reward", "mean reward of the step's samples", "{:.3f}".format, 6, 0),
+    Column("reward/mean", "reward", ".3f", 6, 0, "mean reward of the step's samples"),
     Column(
-        (_EVAL,),
+        _EVAL,
         "eval",
-        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
-        "an evaluation (eval.every)",
-        "{:.3f}".format,
+        ".3f",
         5,
         0,
+        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
+        "an evaluation (eval.every)",
     ),
     Column(
-        ("mismatch/k3_replay", "mismatch/k3"),
+        "mismatch/k3_replay",
         "k3",
+        ".1e",
+        7,
+        1,
         "mismatch between policy and engine with replayed routes (KL divergence per token): 1e-3 "
         "or less in bfloat16, 1e-10 or less in float32",
-        _tiny,
-        7,
-        1,
+        instead="mismatch/k3",
     ),
     Column(
-        ("mismatch/k3_live",),
+        "mismatch/k3_live",
         "k3 live",
-        "the same tokens, each side with its own routes: what the mismatch is without replay",
-        _tiny,
+        ".1e",
         7,
         1,
+        "the same tokens, each side with its own routes: what the mismatch is without replay",
     ),
-    Column(("loss/nll",), "nll", "supervised loss per token", "{:.4f}".format, 6, 1),
+    Column("loss/nll", "nll", ".4f", 6, 1, "supervised loss per token"),
+    Column("rollout/response_tokens_mean", "tokens", _short, 6, 2, "sampled tokens per response"),
     Column(
-        ("rollout/response_tokens_mean",), "tokens", "sampled tokens per response", _short, 6, 2
-    ),
-    Column(
-        ("rollout/truncated_frac",),
+        "rollout/truncated_frac",
         "trunc",
-        "share of responses that were cut at rollout.max_response_tokens; shown above 0",
-        "{:.0%}".format,
+        ".0%",
         5,
         3,
+        "share of responses that were cut at rollout.max_response_tokens; shown above 0",
     ),
     Column(
-        ("reward/group_zero_std_frac",),
+        "reward/group_zero_std_frac",
         "flat",
+        ".0%",
+        4,
+        4,
         "share of groups without signal, such as equal rewards: no gradient; shown above 0",
-        "{:.0%}".format,
-        4,
-        4,
     ),
+    Column("policy/entropy", "entropy", ".3f", 7, 5, "entropy of the policy per token, in nats"),
     Column(
-        ("policy/entropy",),
-        "entropy",
-        "entropy of the policy per token, in nats",
-        "{:.3f}".format,
-        7,
-        5,
-    ),
-    Column(
-        ("loss/clip_frac",),
+        "loss/clip_frac",
         "clip",
-        "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
-        "{:.1%}".format,
+        ".1%",
         5,
         7,
+        "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
     ),
-    Column(("loss/kl_ref",), "kl", "KL divergence to the reference policy", _tiny, 7, 7),
-    Column(("loss/kl_teacher",), "kl T", "KL divergence to the teacher", _tiny, 7, 2),
+    Column("loss/kl_ref", "kl", ".1e", 7, 7, "KL divergence to the reference policy"),
+    Column("loss/kl_teacher", "kl T", ".1e", 7, 2, "KL divergence to the teacher"),
     Column(
-        ("optim/grad_norm",),
-        "grad",
-        "gradient norm before clipping (train.clip_grad)",
-        "{:.2f}".format,
-        5,
-        6,
+        "optim/grad_norm", "grad", ".2f", 5, 6, "gradient norm before clipping (train.clip_grad)"
     ),
     Column(
-        ("routing/agreement",),
+        "routing/agreement",
         "agree",
-        "share of tokens and layers where the policy would have chosen the engine's experts",
         share_text,
         5,
         8,
+        "share of tokens and layers where the policy would have chosen the engine's experts",
     ),
-    Column(
-        ("perf/tokens_per_s",), "tok/s", "tokens per second over the step", "{:.0f}".format, 6, 6
-    ),
-    Column(("time/step_s",), "s/step", "seconds of the step", "{:.1f}".format, 6, 5),
-    Column(("time/generate_s",), "gen", "seconds of sampling", "{:.1f}s".format, 6, 9),
-    Column(("time/train_s",), "train", "seconds of the updates", "{:.1f}s".format, 6, 9),
-    Column(("time/sync_s",), "sync", "seconds of the weight sync", "{:.1f}s".format, 6, 9),
+    Column("perf/tokens_per_s", "tok/s", ".0f", 6, 6, "tokens per second over the step"),
+    Column("time/step_s", "s/step", ".1f", 6, 5, "seconds of the step"),
+    Column("time/generate_s", "gen", "{:.1f}s".format, 6, 9, "seconds of sampling"),
+    Column("time/train_s", "train", "{:.1f}s".format, 6, 9, "seconds of the updates"),
+    Column("time/sync_s", "sync", "{:.1f}s".format, 6, 9, "seconds of the weight sync"),
 )
 LEFT = ("left", "time to the end of the run, by the last steps")
 

@@ -10,7 +10,7 @@ import pytest
 
 from r3 import show
 from r3.run.folder import RunDir
-from r3.view.runs import ViewError, differing_settings, read_run, read_samples
+from r3.view.runs import ViewError, differing_settings, read_run
 from r3.view.samples import sample_of, tool_calls_text
 from r3.view.terminal import facts
 from tests.run_folder import GROUPS, SAMPLES, write_run
@@ -44,6 +44,13 @@ def test_newest_dump_is_shown_with_best_and_worst(
     assert "step 3" in out and "12 samples, mean reward 0.250" in out
     assert out.count("reward 1 ") == 3 and out.count("reward 0 ") == 3
     assert "advantage +1.500" in out and "finish length" in out
+
+
+def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) -> None:
+    words = show.parse([str(run), "--step", "1", "--best", "2", "--worst", "2"])
+    _, parts = show.chosen(words, [])
+    best, worst = ([(each.group, each.sample_index) for each in part] for _, part in parts)
+    assert (best, worst) == ([(0, 3), (1, 3)], [(0, 0), (0, 1)])
 
 
 def test_counts_choose_what_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
