@@ -16,7 +16,8 @@ torch_index=${R3_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { echo "setup: $*"; }
 # `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
-pip_install() { "$py" -m pip install --disable-pip-version-check -qq "$@"; }
+# --no-compile: Python compiles what it imports, a tenth of the packages' modules. Compiling all takes two minutes.
+pip_install() { "$py" -m pip install --disable-pip-version-check -qq --no-compile "$@"; }
 # pip says nothing for minutes. It first downloads all packages of a call, then unpacks them.
 pip_install_shown() {
   local ticker
@@ -89,12 +90,13 @@ pip_install_shown --no-deps --only-binary :all: --requirement "$lock"
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 
-# What a first run would compile, beside imports that take as long.
+# What a first run would compile: the modules that ranks import, and R3's kernels.
 say "trying the imports, and compiling the CPU kernels"
+unset PYTHONDONTWRITEBYTECODE
 OMP_NUM_THREADS=1 "$py" -m r3.kernels.prepare &
 kernels=$!
 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
-  'import megatron.core, r3, torch, transformers, vllm'
+  'import megatron.core, r3.run.start, torch, transformers; from vllm import LLM'
 wait "$kernels"
 echo "$key" >"$stamp"
 say "done in $SECONDS s"
