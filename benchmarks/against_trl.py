@@ -10,10 +10,6 @@ run, in which memory is allocated and kernels are chosen, does not count.
 
 TRL gets an environment of its own (`--trl-env`, 2 GB, made at the first call). The script writes
 against_trl.json and against_trl.png to benchmarks/results/.
-
-`--roofline` runs no trainer. It measures this machine's rates on the sizes of a task and writes the
-least time of every part of a step to roofline.json and README.md. The measured steps, generation
-and TRL's time are those of the results that are there.
 """
 
 from __future__ import annotations
@@ -26,9 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import venv
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -42,8 +36,6 @@ from r3 import assets
 TRL = "1.16.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-
-MARKS = ("<!-- roofline: made by against_trl.py -->", "<!-- roofline: end -->")
 
 REWARD = '''
 def final_number(response, prompt):
@@ -120,11 +112,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["middle", "middle-bfloat16", "tiny"])
     parser.add_argument("--trl-env", type=Path, default=ROOT / "runs" / "trl-env")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--roofline", action="store_true")
     words = parser.parse_args()
-    if words.roofline:
-        roofline(words.out, ["middle", "tiny"], words.rounds)
-        return
     python = trl_python(words.trl_env.resolve())
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="r3-trl-") as name:
@@ -343,125 +331,6 @@ def write(out: Path, found: dict[str, Any]) -> None:
         ax.set_ylabel("seconds per step (median, range)")
     figure.tight_layout()
     figure.savefig(out / "against_trl.png", dpi=120)
-
-
-def roofline(out: Path, names: list[str], rounds: int) -> None:
-    """Write the least seconds of every part of a step, and the ratio to TRL that they allow."""
-    results = {
-        name: json.loads((out / f"{name}.json").read_text())
-        for name in ("against_trl", "generation", "weight_sync")
-    }
-    sync = {(row["model"], row["ranks"]): row for row in results["weight_sync"]["rows"]}
-    vllm = results["generation"]["models"]["tiny"]["ratios"]["r3 / vllm"]["median"]
-    tasks = {}
-    load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="r3-roofline-") as folder:
-        for name in names:
-            measured = results["against_trl"]["tasks"][name]
-            (run, *_), trl = measured["r3"]["runs"], measured["trl"]["step_s"]
-            phases, copied = run["phases"], sync[{"middle": "50 M", "tiny": "tiny"}[name], 2]
-            made = make_task(name, Path(folder))
-            training = training_floor(made, measured["r3"]["tokens"], rounds)
-            parts = training | {
-                "generation at the rate of R3 or vLLM": phases["time/generate_s"] * min(vllm, 1),
-                "weight sync: copy and packing": copied["copy_s"] + copied["repack_s"],
-                "packing and scores, as measured": phases["time/pack_s"] + phases["time/score_s"],
-            }
-            least, step = sum(parts.values()), measured["r3"]["step_s"]
-            tasks[name] = {
-                "parts": {part: round(seconds, 4) for part, seconds in parts.items()},
-                "least": round(least, 3),
-                "training_measured": phases["time/train_s"],
-                "step_measured": step,
-                "ratio_measured": measured["ratio"],
-                "ratio_at_least": round(trl / least, 2),
-            }
-    found = {
-        "what": "least seconds of the parts of a step, two ranks of one thread",
-        "made_by": made_by("python -m benchmarks.against_trl"),
-        "date": date.today().isoformat(),
-        "source": source(),
-        "hardware": hardware(),
-        "load_average_before": round(load, 1),
-        "tasks": tasks,
-    }
-    (out / "roofline.json").write_text(json.dumps(found, indent=1) + "\n")
-    rows = [f"| seconds per step | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
-    for part in parts:
-        each = [f"{task['parts'][part]:.3f}" for task in tasks.values()]
-        rows.append(f"| {part} | {' | '.join(each)} |")
-    rows += [
-        f"| {label} | {' | '.join(f'{task[key]:.2f}' for task in tasks.values())} |"
-        for label, key in (
-            ("**sum: the least a step can take**", "least"),
-            ("step as measured", "step_measured"),
-            ("ratio to TRL as measured", "ratio_measured"),
-            ("**ratio to TRL at the least**", "ratio_at_least"),
-        )
-    ]
-    readme = ROOT / "benchmarks" / "README.md"
-    before, rest = readme.read_text().split(MARKS[0])
-    table = "\n".join([MARKS[0], "", *rows, "", MARKS[1]])
-    readme.write_text(before + table + rest.split(MARKS[1])[1])
-    print(table)
-
-
-def training_floor(task: Task, response_tokens: float, rounds: int) -> dict[str, float]:
-    """Measure the least seconds of a rank's share of the training of one step, by part."""
-    import numpy as np
-    import torch
-    from transformers import AutoTokenizer
-
-    from benchmarks.train_step import expect_bare_products, one_attention, pack, products
-    from r3.models.shape import ModelShape
-
-    torch.set_num_threads(1)
-    expect_bare_products()
-    tokenizer, shape = AutoTokenizer.from_pretrained(task.model), ModelShape.read(task.model)
-    rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:200]
-    prompt = statistics.fmean(len(tokenizer(json.loads(row)["question"]).input_ids) for row in rows)
-    length, sequences = round(prompt + response_tokens), task.prompts * task.samples // 2
-    tokens, layers = sequences * length, len(shape.moe_layers)
-
-    def least(run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(rounds + 1):
-            began = time.process_time()
-            run()
-            times.append(time.process_time() - began)
-        return min(times[1:])
-
-    values = torch.randn(2**26), torch.empty(2**26)
-    per_byte = least(lambda: values[1].copy_(values[0])) / (2 * 4 * 2**26)
-    # Floats that cross the memory per token and layer, if each operation reads its inputs and
-    # writes its outputs once, forward and backward: norms, residual sums, rotation and norm of
-    # queries and keys; rows gathered and scattered by experts, and their activation.
-    hidden, both = shape.hidden_size, (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    floats = 2 * 5 * hidden + 2 * 3 * hidden + 2 * 5 * both
-    floats += shape.topk * (2 * 5 * hidden + 2 * 5 * shape.moe_ffn_size)
-    weights = sum(np.prod(size) for size in weight_sizes(task))
-    # The fused optimizer reads four values per parameter and writes three, for half of them; norm
-    # and zeros touch each gradient twice. Two ranks add halves of gradients and copy parameters.
-    update = weights * (7 / 2 + 2) + weights * 2.5
-    return {
-        "matrix products, at their rate in these shapes": least(
-            products(shape, pack(shape, [length] * sequences))
-        ),
-        "attention kernel": least(one_attention(shape, length)) * sequences * layers,
-        "other operations, one pass over memory each": 4 * floats * tokens * layers * per_byte,
-        "optimizer and exchange of gradients": 4 * update * per_byte,
-    }
-
-
-def weight_sizes(task: Task) -> list[list[int]]:
-    """Shapes of all weights of a task's checkpoint."""
-    from safetensors import safe_open
-
-    sizes = []
-    for path in Path(task.model).glob("*.safetensors"):
-        with safe_open(path, "pt") as weights:
-            sizes += [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
-    return sizes
 
 
 if __name__ == "__main__":

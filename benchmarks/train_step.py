@@ -2,12 +2,12 @@
 
     .venv/bin/python -m benchmarks.train_step                one process, ten minutes on one core
 
-The arms are replay on and off, packed and padded sequences, and the ways to run experts. For
-comparison there are transformers, and the bare matrix products and attention of the same shapes.
+The arms are replay on and off, packed and padded sequences, the ways to run experts, bfloat16, and
+transformers.
 
 All arms compute the loss and all gradients of the same tokens with the same random Qwen3-MoE of 64
-experts and 28 M parameters. Then precisions and bare products are compared once more with the 52 M
-model of `against_trl.py`, on one of two ranks' share of its step.
+experts and 28 M parameters. Precisions are compared once more with the 52 M model of
+`against_trl.py`, on one of two ranks' share of its step.
 
 Every round runs each arm once, in another order. A ratio is the median over the rounds of the two
 times of one round, so other load on the machine affects both sides alike. The report also has the
@@ -33,15 +33,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
-from r3.layers.matmul import product
 from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.runtime.device import Device, free_port, init_device, keep_freed_memory
+from r3.runtime.device import Device, free_port, init_device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, MicroBatch, Rollout
 
@@ -64,7 +62,7 @@ MODEL = dict(
 MIDDLE = MODEL | dict(vocab_size=512, num_hidden_layers=8, eos_token_id=2, pad_token_id=0)
 MIDDLE_LENGTHS = [240] * 32  # half of 64 responses of 210 tokens, with prompts of 30
 Arms = dict[str, Callable[[], Any]]
-BARS: dict[str, tuple[str, str, float | None]] = {
+BARS: dict[str, tuple[str, str, float]] = {
     # name -> (numerator, denominator, target for the ratio of their times)
     "live / replay": ("live", "replay", 0.98),  # replay costs at most 2 %
     "padded / packed": ("padded", "packed", 1.5),
@@ -72,13 +70,6 @@ BARS: dict[str, tuple[str, str, float | None]] = {
     "grouped / fused": ("grouped", "packed", 1.0),
     "sequential / fused": ("sequential", "packed", 1.0),
     "float32 / bfloat16": ("packed", "bfloat16", 1.6),
-    # Share of the time that the matrix products alone need, as fast as `product` computes them.
-    "products / fused": ("products", "packed", 0.6),
-    # The same, as fast as torch's own operator is.
-    "torch's products / fused": ("torch's products", "packed", None),
-    "torch's products / products": ("torch's products", "products", None),
-    # What bfloat16 brings to oneDNN's products, with row counts that repeat.
-    "products, float32 / bfloat16": ("products", "bfloat16 products", None),
 }
 
 
@@ -98,7 +89,6 @@ def main() -> None:
         MASTER_PORT=str(free_port()),
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
-    expect_bare_products()
     device = init_device()
 
     mesh = build_mesh(device, Config().parallel)
@@ -134,7 +124,9 @@ def small_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
     padded = recorded(fused, pack(shape, ragged, pad_to=max(ragged)))
     equal = recorded(fused, pack(shape, even))
     agree(hf, equal, fused)
-    return ragged, precisions(shape, packed, fused, bfloat16) | {
+    return ragged, {
+        "packed": lambda: fused.forward_backward(packed),
+        "bfloat16": lambda: bfloat16.forward_backward(packed),
         "padded": lambda: fused.forward_backward(padded),
         "grouped": lambda: grouped.forward_backward(packed),
         "sequential": lambda: sequential.forward_backward(packed),
@@ -146,7 +138,7 @@ def small_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
 
 
 def middle_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
-    """Lengths of the sequences and the arms of `precisions`, with the 52 M model."""
+    """Lengths of the sequences and the arms of both precisions, with the 52 M model."""
     with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
         random_model(MIDDLE, Path(folder))
         shape = ModelShape.read(folder)
@@ -158,18 +150,10 @@ def middle_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
             )
             policies.append(Policy(config, device, mesh, shape))
     packed = recorded(policies[0], pack(shape, MIDDLE_LENGTHS))
-    return MIDDLE_LENGTHS, precisions(shape, packed, *policies)
-
-
-def precisions(shape: ModelShape, batch: Batch, float32: Policy, bfloat16: Policy) -> Arms:
-    """Return the arms that compare precisions with each other and with bare products."""
-    return {
-        "packed": lambda: float32.forward_backward(batch),
-        "bfloat16": lambda: bfloat16.forward_backward(batch),
-        "products": products(shape, batch),
-        "torch's products": products(shape, batch, by=torch.mm),
-        "bfloat16 products": products(shape, batch, dtype=torch.bfloat16, multiple=64),
-        "attention": attention(shape, batch),
+    float32, bfloat16 = policies
+    return MIDDLE_LENGTHS, {
+        "packed": lambda: float32.forward_backward(packed),
+        "bfloat16": lambda: bfloat16.forward_backward(packed),
     }
 
 
@@ -255,96 +239,6 @@ def recorded(policy: Policy, batch: Batch) -> Batch:
             for micro_batch, chosen_NLK in zip(batch.micro_batches, routes, strict=True)
         ),
     )
-
-
-def expect_bare_products() -> None:
-    """Prepare this process for `products`, before its first one.
-
-    oneDNN keeps a limited number of products prepared, and those here have as many numbers of rows
-    as there are experts. Memory from the system would cost more than the products that fill it.
-    """
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "20000"
-    keep_freed_memory()
-
-
-def products(
-    shape: ModelShape,
-    batch: Batch,
-    *,
-    by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = product,
-    dtype: torch.dtype = torch.float32,
-    multiple: int = 1,
-) -> Callable[[], None]:
-    """Return a function that runs only the matrix products of a forward and backward pass.
-
-    An expert's rows are rounded up to a multiple.
-
-    They are those of every layer's projections, router and experts and of the output layer, on
-    random numbers, without attention scores. A product [n, i] x [i, o] has two products of equal
-    size in its backward pass.
-    """
-    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim
-    both = heads + 2 * shape.num_kv_heads * shape.head_dim
-    sizes: list[tuple[int, int, int]] = []
-    for micro_batch in batch.micro_batches:
-        tokens = micro_batch.num_tokens
-        for layer in range(len(shape.moe_layers)):
-            sizes += [(tokens, hidden, both), (tokens, heads, hidden)]
-            sizes += [(tokens, hidden, shape.num_experts)]
-            routes = micro_batch.routed_experts_NLK[:, layer].flatten().long()
-            counted = torch.bincount(routes[routes >= 0], minlength=shape.num_experts)
-            for count in counted.tolist():
-                rows, width = -(-count // multiple) * multiple, shape.moe_ffn_size
-                sizes += [(rows, hidden, 2 * width), (rows, width, hidden)] if rows else []
-        sizes.append((tokens, hidden, shape.vocab_size))
-    tensors: dict[tuple[str, int, int], torch.Tensor] = {}
-
-    def of(role: str, *size: int) -> torch.Tensor:
-        key = (role, *size)
-        if key not in tensors:
-            tensors[key] = torch.randn(size).to(dtype)
-        return tensors[key]
-
-    def run() -> None:
-        for rows, inner, outer in sizes:
-            x, y, w = of("in", rows, inner), of("in", rows, outer), of("weight", outer, inner)
-            by(x, w.t())
-            by(y, w)
-            by(y.t(), x)
-
-    return run
-
-
-def attention(shape: ModelShape, batch: Batch) -> Callable[[], None]:
-    """Return a function that runs only attention, forward and backward, in float32.
-
-    R3 computes it in float32 for bfloat16 models too.
-    """
-    sequences = [
-        one_attention(shape, length)
-        for micro_batch in batch.micro_batches
-        for length in np.diff(micro_batch.cu_seqlens).tolist()
-    ]
-
-    def run() -> None:
-        for _ in range(shape.num_layers):
-            for attend in sequences:
-                attend()
-
-    return run
-
-
-def one_attention(shape: ModelShape, length: int) -> Callable[[], None]:
-    """Return a function that runs attention of one sequence in one layer, as R3 does on CPU."""
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    qkv = [torch.randn(length, each, shape.head_dim, requires_grad=True) for each in heads]
-
-    def run() -> None:
-        turned = (one.transpose(0, 1)[None] for one in qkv)
-        out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, qkv, torch.ones_like(out))
-
-    return run
 
 
 def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
@@ -445,24 +339,13 @@ def figures(model: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
             "median": round(middle, 3),
             "of_fastest": round(fastest, 3),
             "quartiles": [round(each[len(each) // 4], 3), round(each[-1 - len(each) // 4], 3)],
-        } | ({} if bar is None else {"bar": bar, "reached": middle >= bar})
-        verdict = "" if bar is None else f"(bar {bar}){' NOT REACHED' if middle < bar else ''}"
+            "bar": bar,
+            "reached": middle >= bar,
+        }
+        verdict = f"(bar {bar}){' NOT REACHED' if middle < bar else ''}"
         print(f"{model} {name:28} {middle:.3f}, of the fastest {fastest:.3f}  {verdict}")
-    # With bfloat16 products and everything else as in float32; and with half the time for that, as
-    # for half the bytes, attention aside.
-    limits: dict[str, list[float]] = {"products": [], "all but attention": []}
-    for packed, whole, half, attend in zip(
-        *(seconds[name] for name in ("packed", "products", "bfloat16 products", "attention")),
-        strict=True,
-    ):
-        rest = packed - whole - attend
-        limits["products"].append(packed / (half + attend + rest))
-        limits["all but attention"].append(packed / (half + attend + rest / 2))
-    limit = {name: round(statistics.median(values), 3) for name, values in limits.items()}
-    print(f"{model} float32 / bfloat16 if only these became faster: {limit}")
     return {
         "ratios": ratios,
-        "float32 / bfloat16 if only these became faster": limit,
         "median_seconds": {
             name: round(statistics.median(times), 3) for name, times in seconds.items()
         },
