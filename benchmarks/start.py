@@ -6,8 +6,6 @@ The preset is `tiny`. All arms check the command line; the time runs until the p
 
     forked      `launch/local.sh`: the launcher imports what ranks need while another process checks
     programs    the same check, then ranks that import for themselves, as on GPUs
-    older       with `--beside FOLDER`, a clone of a commit before `launch/ranks.py`: a check, then
-                torchrun, as its `launch/local.sh` does
 
 Rounds take turns. The script writes start.json to benchmarks/results/.
 """
@@ -40,12 +38,7 @@ ARMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/ranks.py", *RANKS),
     ),
 }
-# What `launch/local.sh` did before it had `launch/ranks.py`.
-OLDER = (
-    ("train.py", "tiny", "--check", "--world-size", "2"),
-    ("-m", "torch.distributed.run", *RANKS),
-)
-BUILT = ("building the policy ...", "folder ")  # what rank 0 prints then; "folder" in older commits
+BUILT = "building the policy ..."  # what rank 0 prints then
 
 
 def main() -> None:
@@ -55,16 +48,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--beside", type=Path, help="the arm `older`: the folder of that clone")
     words = parser.parse_args()
     load = os.getloadavg()[0]
-    commands = {arm: (ARMS[arm], ROOT) for arm in ARMS}
-    if words.beside:
-        commands["older"] = OLDER, words.beside.resolve()
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in commands}
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     for number in range(-1, words.rounds):  # the first one fills the system's caches
-        for arm in commands if number % 2 else reversed(commands):
-            timing = start(*commands[arm])
+        for arm in ARMS if number % 2 else reversed(ARMS):
+            timing = start(ARMS[arm], ROOT)
             if number >= 0:
                 found[arm].append(timing)
                 print(f"{arm:9} {timing[0]:5.1f} s, {timing[1]:5.1f} s of processor", flush=True)
@@ -91,23 +80,8 @@ def main() -> None:
         "ratio": round(arms["programs"]["seconds"] / arms["forked"]["seconds"], 2),
     }
     print(f"forked ranks start {result['ratio']} times as fast")
-    if words.beside:
-        by_round = zip(found["older"], found["forked"], strict=True)
-        ratios = [round(older / forked, 2) for (older, _), (forked, _) in by_round]
-        result |= {
-            "commit_of_older": commit(words.beside),
-            "older_to_forked": round(statistics.median(ratios), 2),
-            "older_to_forked_by_round": ratios,
-        }
-        print(f"commit {result['commit_of_older']} takes {result['older_to_forked']} times as long")
     words.out.mkdir(parents=True, exist_ok=True)
     (words.out / "start.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def commit(folder: Path) -> str:
-    """Return the short name of the commit of a clone."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def start(commands: tuple[tuple[str, ...], ...], folder: Path) -> tuple[float, float]:
@@ -143,7 +117,7 @@ def start(commands: tuple[tuple[str, ...], ...], folder: Path) -> tuple[float, f
             if process.wait(timeout=300):
                 sys.exit(f"{said}\n{command}\nended with exit code {process.returncode}")
         if math.isnan(built):
-            sys.exit(f"{said}\n{folder} cannot be timed: no line begins with any of {BUILT}")
+            sys.exit(f"{said}\n{folder} cannot be timed: no line begins with {BUILT}")
         return built, cpu() - used
 
 
