@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from r3.types import MicroBatch, Rollout
 FILLER_TOKENS = 4
 # Expert id of a route that was not captured.
 MISSING = -1
+_FILLER_IDS = (-1, "")  # of rollout and prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +42,6 @@ class UpdatePlan:
     def rollout_ids(self) -> tuple[int, ...]:
         """Indices of all rollouts of the update, ascending."""
         return tuple(sorted(i for rank in self.micro_batches for ids in rank for i in ids))
-
-    @property
-    def num_sequences(self) -> int:
-        """Rollouts of the update over all ranks."""
-        return len(self.rollout_ids)
 
 
 def route_dtype(num_experts: int) -> np.dtype:
@@ -82,24 +77,10 @@ def plan_updates(
         multiple: micro-batches are padded to a multiple of this.
 
     Raises:
-        ValueError: a rollout is longer than a micro-batch, there are fewer groups than updates, or
-            an argument is out of range.
+        ValueError: a rollout is longer than a micro-batch, or there are fewer groups than updates.
     """
-    for name, value in (
-        ("num_updates", num_updates),
-        ("num_ranks", num_ranks),
-        ("multiple", multiple),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if len(lengths_R) != len(groups_R):
-        raise ValueError(
-            f"{len(lengths_R)} lengths and {len(groups_R)} groups: need one group per rollout"
-        )
     capacity = micro_batch_tokens // multiple * multiple
     for index, length in enumerate(lengths_R):
-        if length < 1:
-            raise ValueError(f"rollout {index} has {length} tokens")
         if length > capacity:
             raise ValueError(
                 f"rollout {index} has {length} tokens and fits into no micro-batch: "
@@ -191,21 +172,8 @@ def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) ->
 # --- the micro-batch ----------------------------------------------------------------------------
 
 
-class _Sequence(NamedTuple):
-    """One sequence as it is trained: shifted by one, on the host."""
-
-    tokens_T: np.ndarray
-    targets_T: np.ndarray
-    loss_mask_T: np.ndarray
-    sampled_T: np.ndarray
-    logprobs_T: np.ndarray
-    advantages_T: np.ndarray
-    weights_T: np.ndarray
-    routes_TLK: np.ndarray
-    real_T: np.ndarray
-    current_T: np.ndarray
-    rollout_id: int
-    prompt_id: str
+_Columns = dict[str, np.ndarray]
+"""Field of `MicroBatch` -> values of the tokens of one sequence, shifted by one, on the host."""
 
 
 def pack(
@@ -249,43 +217,23 @@ def pack(
     Raises:
         ValueError: a rollout is inconsistent: its mask, log-probabilities, advantage or routes.
     """
-    if multiple % sequence_multiple:
-        raise ValueError(
-            f"multiple {multiple} is no multiple of sequence_multiple {sequence_multiple}"
-        )
-    if not len(rollouts) == len(rollout_ids) == len(advantages):
-        raise ValueError(
-            f"{len(rollouts)} rollouts, {len(rollout_ids)} ids and {len(advantages)} advantages: "
-            "need one id and one advantage per rollout"
-        )
+    sizes = {"num_experts": num_experts, "num_layers": num_layers, "topk": topk}
     if not rollouts:
-        return filler_micro_batch(
-            num_experts=num_experts, num_layers=num_layers, topk=topk, multiple=multiple
-        )
-    sequences = [
-        _padded(
-            _shift(
-                rollout,
-                index,
-                advantage,
-                num_experts=num_experts,
-                num_layers=num_layers,
-                topk=topk,
-                policy_version=policy_version,
-                trains=has_loss,
-            ),
-            -len(rollout.tokens_T) % sequence_multiple,
-            num_experts=num_experts,
-        )
-        for rollout, index, advantage, has_loss in zip(
-            rollouts, rollout_ids, advantages, trains or [True] * len(rollouts), strict=True
-        )
-    ]
-    if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
-        sequences.append(
-            _filler(padding, num_experts=num_experts, num_layers=num_layers, topk=topk)
-        )
-    return _concatenate(sequences)
+        return filler_micro_batch(**sizes, multiple=multiple)
+    sequences: list[_Columns] = []
+    for rollout, index, advantage, has_loss in zip(
+        rollouts, rollout_ids, advantages, trains or [True] * len(rollouts), strict=True
+    ):
+        _check(rollout, index, advantage, **sizes)
+        sequence = _shift(rollout, advantage, num_experts, policy_version, trains=has_loss)
+        # Attention is causal: its own tokens never see the filler.
+        padding = -len(rollout.tokens_T) % sequence_multiple
+        sequences.append(_joined([sequence, _filler(padding, **sizes)]))
+    ids = [(index, rollout.prompt_id) for index, rollout in zip(rollout_ids, rollouts, strict=True)]
+    if padding := -sum(len(sequence["tokens_N"]) for sequence in sequences) % multiple:
+        sequences.append(_filler(padding, **sizes))
+        ids.append(_FILLER_IDS)
+    return _micro_batch(sequences, ids)
 
 
 def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> MicroBatch:
@@ -339,9 +287,8 @@ def filler_micro_batch(
 ) -> MicroBatch:
     """Return a short sequence without loss, for a rank that has nothing to train on."""
     tokens = -(-FILLER_TOKENS // multiple) * multiple
-    return _concatenate(
-        [_filler(tokens, num_experts=num_experts, num_layers=num_layers, topk=topk)]
-    )
+    filler = _filler(tokens, num_experts=num_experts, num_layers=num_layers, topk=topk)
+    return _micro_batch([filler], [_FILLER_IDS])
 
 
 def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
@@ -368,7 +315,7 @@ def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
     return sum(int(micro_batch.loss_mask_N.sum(dtype=torch.int64)) for micro_batch in micro_batches)
 
 
-def _shift(
+def _check(
     rollout: Rollout,
     rollout_id: int,
     advantage: float,
@@ -376,12 +323,9 @@ def _shift(
     num_experts: int,
     num_layers: int,
     topk: int,
-    policy_version: int | None,
-    trains: bool,
-) -> _Sequence:
+) -> None:
+    """Raise ValueError if a rollout is inconsistent."""
     name = f"rollout {rollout_id} ({rollout.name})"
-    if rollout_id < 0:
-        raise ValueError(f"{name}: the id must be >= 0, -1 marks filler")
     if not np.isfinite(advantage):
         raise ValueError(f"{name}: its advantage is {advantage}, must be finite")
     if not np.isin(rollout.loss_mask_T, (0, 1)).all():
@@ -396,42 +340,34 @@ def _shift(
         rollout.routed_experts, name, num_experts=num_experts, num_layers=num_layers, topk=topk
     )
 
-    shape_TLK = (len(rollout.tokens_T), *rollout.routed_experts.shape[1:])
+
+def _shift(
+    rollout: Rollout,
+    advantage: float,
+    num_experts: int,
+    policy_version: int | None,
+    *,
+    trains: bool,
+) -> _Columns:
+    tokens = len(rollout.tokens_T)
+    shape_TLK = (tokens, *rollout.routed_experts.shape[1:])
     routes_TLK = np.full(shape_TLK, MISSING, route_dtype(num_experts))
     routes_TLK[:-1] = rollout.routed_experts
     sampled_T = _next(rollout.loss_mask_T, np.float32)
     loss_mask_T = sampled_T if trains else np.zeros_like(sampled_T)
-    return _Sequence(
-        tokens_T=rollout.tokens_T.astype(np.int64),
-        targets_T=_next(rollout.tokens_T, np.int64),
-        loss_mask_T=loss_mask_T,
-        sampled_T=sampled_T > 0,
-        logprobs_T=_next(rollout.logprobs_T, np.float32),
-        advantages_T=loss_mask_T * np.float32(advantage),
-        weights_T=loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
-        routes_TLK=routes_TLK,
-        real_T=np.ones(len(rollout.tokens_T), np.bool_),
-        current_T=np.full(
-            len(rollout.tokens_T),
-            policy_version is None or rollout.policy_version >= policy_version,
-        ),
-        rollout_id=rollout_id,
-        prompt_id=rollout.prompt_id,
-    )
-
-
-def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence:
-    """Append filler tokens to a sequence. Attention is causal: its own tokens never see them."""
-    if not padding:
-        return sequence
-    layers, topk = sequence.routes_TLK.shape[1:]
-    filler = _filler(padding, num_experts=num_experts, num_layers=layers, topk=topk)
-    arrays = {
-        name: np.concatenate([getattr(sequence, name), getattr(filler, name)])
-        for name in _Sequence._fields
-        if name not in ("rollout_id", "prompt_id")
+    is_current = policy_version is None or rollout.policy_version >= policy_version
+    return {
+        "tokens_N": rollout.tokens_T.astype(np.int64),
+        "targets_N": _next(rollout.tokens_T, np.int64),
+        "loss_mask_N": loss_mask_T,
+        "sampled_N": sampled_T > 0,
+        "rollout_logprobs_N": _next(rollout.logprobs_T, np.float32),
+        "advantages_N": loss_mask_T * np.float32(advantage),
+        "sequence_weights_N": loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
+        "routed_experts_NLK": routes_TLK,
+        "real_N": np.ones(tokens, np.bool_),
+        "current_N": np.full(tokens, is_current),
     }
-    return sequence._replace(**arrays)
 
 
 def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
@@ -439,26 +375,6 @@ def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     shifted_T = np.zeros(len(values_T), dtype)
     shifted_T[:-1] = values_T[1:]
     return shifted_T
-
-
-def sorted_experts(routes: np.ndarray) -> np.ndarray:
-    """Sort over the last axis, of K numbers.
-
-    Large arrays are sorted 2 to 15 times faster than by `np.sort`, because whole columns are
-    compared at once. Small arrays go to `np.sort`: K^2 calls would take longer.
-    """
-    if routes.size < 256 * routes.shape[-1] ** 2:
-        return np.sort(routes, -1)
-    axes = range(routes.ndim - 1)  # transposed by hand: np.moveaxis takes as long as the sort
-    columns = routes.transpose(-1, *axes).copy()
-    # Odd-even transposition sort: sorted after K turns.
-    for turn in range(len(columns)):
-        for i in range(turn % 2, len(columns) - 1, 2):
-            low, high = columns[i], columns[i + 1]
-            smaller = np.minimum(low, high)
-            np.maximum(low, high, out=high)
-            low[...] = smaller
-    return columns.transpose(*(axis + 1 for axis in axes), 0)
 
 
 def _check_routes(
@@ -476,7 +392,7 @@ def _check_routes(
 
     missing = routes == MISSING
     partly = missing & ~missing.all(axis=(1, 2), keepdims=True)
-    ordered = sorted_experts(routes)
+    ordered = np.sort(routes, -1)
     faults = {
         f"an expert outside 0 .. {num_experts - 1}": (routes < MISSING) | (routes >= num_experts),
         "-1 in some of the token's layers and slots, not in all": partly,
@@ -492,44 +408,35 @@ def _check_routes(
             )
 
 
-def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) -> _Sequence:
-    nothing_T = np.zeros(num_tokens, np.float32)
-    return _Sequence(
-        tokens_T=np.zeros(num_tokens, np.int64),
-        targets_T=np.zeros(num_tokens, np.int64),
-        loss_mask_T=nothing_T,
-        sampled_T=np.zeros(num_tokens, np.bool_),
-        logprobs_T=nothing_T,
-        advantages_T=nothing_T,
-        weights_T=nothing_T,
-        routes_TLK=filler_routes(num_tokens, num_layers, topk, num_experts),
-        real_T=np.zeros(num_tokens, np.bool_),
-        current_T=np.ones(num_tokens, np.bool_),
-        rollout_id=-1,
-        prompt_id="",
-    )
+def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) -> _Columns:
+    nothing_N = np.zeros(num_tokens, np.float32)
+    return {
+        "tokens_N": np.zeros(num_tokens, np.int64),
+        "targets_N": np.zeros(num_tokens, np.int64),
+        "loss_mask_N": nothing_N,
+        "sampled_N": np.zeros(num_tokens, np.bool_),
+        "rollout_logprobs_N": nothing_N,
+        "advantages_N": nothing_N,
+        "sequence_weights_N": nothing_N,
+        "routed_experts_NLK": filler_routes(num_tokens, num_layers, topk, num_experts),
+        "real_N": np.zeros(num_tokens, np.bool_),
+        "current_N": np.ones(num_tokens, np.bool_),
+    }
 
 
-def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
-    def join(field: str) -> torch.Tensor:
-        return torch.from_numpy(
-            np.concatenate([getattr(sequence, field) for sequence in sequences])
-        )
+def _joined(sequences: Sequence[_Columns]) -> _Columns:
+    return {name: np.concatenate([each[name] for each in sequences]) for name in sequences[0]}
 
-    lengths = [len(sequence.tokens_T) for sequence in sequences]
+
+def _micro_batch(sequences: Sequence[_Columns], ids: Sequence[tuple[int, str]]) -> MicroBatch:
+    """Concatenate sequences with their ids of rollout and prompt."""
+    columns = {name: torch.from_numpy(values) for name, values in _joined(sequences).items()}
+    lengths = [len(sequence["tokens_N"]) for sequence in sequences]
+    rollout_ids, prompt_ids = zip(*ids, strict=True)
     return MicroBatch(
-        tokens_N=join("tokens_T"),
-        targets_N=join("targets_T"),
+        **columns,
         positions_N=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
         cu_seqlens=(0, *np.cumsum(lengths).tolist()),
-        loss_mask_N=join("loss_mask_T"),
-        sampled_N=join("sampled_T"),
-        rollout_logprobs_N=join("logprobs_T"),
-        advantages_N=join("advantages_T"),
-        sequence_weights_N=join("weights_T"),
-        routed_experts_NLK=join("routes_TLK"),
-        real_N=join("real_T"),
-        current_N=join("current_T"),
-        rollout_ids=tuple(sequence.rollout_id for sequence in sequences),
-        prompt_ids=tuple(sequence.prompt_id for sequence in sequences),
+        rollout_ids=rollout_ids,
+        prompt_ids=prompt_ids,
     )

@@ -85,18 +85,12 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
         assert rest == 0, f"{values_N.shape[0]} tokens are not a multiple of tp"
         return values_N[mesh.tp.rank * part : (mesh.tp.rank + 1) * part]
 
+    columns = ("tokens_N", "targets_N", "positions_N", "loss_mask_N", "sampled_N", "current_N")
+    columns += ("rollout_logprobs_N", "advantages_N", "sequence_weights_N")
     captured_N = seen_by_routers(mine(micro_batch.captured_N))
     real_N = seen_by_routers(mine(micro_batch.real_N))
     return LocalTokens(
-        tokens_N=mine(micro_batch.tokens_N).to(device),
-        targets_N=mine(micro_batch.targets_N).to(device),
-        positions_N=mine(micro_batch.positions_N).to(device),
-        loss_mask_N=mine(micro_batch.loss_mask_N).to(device),
-        sampled_N=mine(micro_batch.sampled_N).to(device),
-        current_N=mine(micro_batch.current_N).to(device),
-        rollout_logprobs_N=mine(micro_batch.rollout_logprobs_N).to(device),
-        advantages_N=mine(micro_batch.advantages_N).to(device),
-        sequence_weights_N=mine(micro_batch.sequence_weights_N).to(device),
+        **{name: mine(getattr(micro_batch, name)).to(device) for name in columns},
         cu_seqlens=tuple(border // mesh.cp.size for border in borders),
         routes_NLK=seen_by_routers(mine(micro_batch.routed_experts_NLK)).to(device),
         captured_N=captured_N.to(device),

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from r3.algo.packing import MISSING, route_dtype, sorted_experts
+from r3.algo.packing import MISSING, route_dtype
 from r3.runtime.mesh import Axis
 from r3.types import Rollout, RouteError
 
@@ -91,7 +91,7 @@ def check_routes(
             f"{who}: position {row}, layer {moe_layers[layer]}: "
             f"experts {routes[row, layer].tolist()} are not all in 0..{num_experts - 1}"
         )
-    ordered = sorted_experts(routes)
+    ordered = np.sort(routes, -1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
         row, layer, _ = np.argwhere(repeated)[0]

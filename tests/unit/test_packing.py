@@ -19,7 +19,6 @@ from r3.algo.packing import (
     packing_efficiency,
     part_of,
     plan_updates,
-    sorted_experts,
 )
 from r3.types import MicroBatch, Rollout
 from tests.tiny import MOE
@@ -41,17 +40,6 @@ def in_groups_of(size: int, count: int) -> list[int]:
 
 
 # --- pack -------------------------------------------------------------------------------------
-
-
-def test_experts_of_a_row_are_sorted_as_numpy_sorts() -> None:
-    rng = np.random.default_rng(0)
-    for topk in (1, 2, 5, 8):
-        for tokens in (31, 3000):  # below and above the size from which columns are compared
-            routes = rng.integers(-1, 128, (tokens, 3, topk)).astype(np.int16)
-            before = routes.copy()
-            assert np.array_equal(sorted_experts(routes), np.sort(routes, axis=-1))
-            assert np.array_equal(routes, before)
-    assert sorted_experts(routes[:0]).shape == (0, 3, 8)
 
 
 def test_alignment_is_the_one_drawn_in_types() -> None:
@@ -246,12 +234,8 @@ def test_pack_refuses(sample: Rollout, fault: str) -> None:
 
 def test_pack_refuses_wrong_arguments() -> None:
     sample = rollout([1, 2, 3], 1)
-    with pytest.raises(ValueError, match="2 rollouts, 1 ids and 2 advantages"):
-        pack([sample, sample], [0], [1.0, 1.0], **MOE)
     with pytest.raises(ValueError, match="its advantage is nan"):
         pack([sample], [0], [float("nan")], **MOE)
-    with pytest.raises(ValueError, match=r"rollout -1 .* marks filler"):
-        pack([sample], [-1], [1.0], **MOE)
     with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
         pack([sample], [0], [1.0], **DENSE)
 
@@ -275,7 +259,6 @@ def test_plan_by_hand() -> None:
     )
     assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
     assert update.rollout_ids == (0, 1, 2, 3, 4)
-    assert update.num_sequences == 5
     assert packing_efficiency([update], [1, 2, 3, 4, 5]) == 15 / 16
 
 
@@ -394,12 +377,7 @@ def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
             {"micro_batch_tokens": 23, "multiple": 8},
             "rollout 1 has 20 tokens .* = 23, padded to a multiple of 8",
         ),
-        ({"lengths_R": [10, 20, 0, 5]}, "rollout 2 has 0 tokens"),
-        ({"groups_R": [0, 0, 1]}, "4 lengths and 3 groups"),
         ({"num_updates": 3}, "2 groups cannot be split over 3 updates"),
-        ({"num_updates": 0}, "num_updates must be at least 1, got 0"),
-        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
-        ({"multiple": 0}, "multiple must be at least 1, got 0"),
     ],
 )
 def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
