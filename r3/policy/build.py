@@ -250,29 +250,13 @@ def _mark_shards(model: Any) -> None:
                 parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trainable:
-    """Model chunks wrapped for training.
-
-    Attributes:
-        wrapped: what Megatron's schedules run.
-        optimizer: Megatron's (chained) optimizer.
-        frozen: flat tensors of what is part of the model and that no optimizer has.
-    """
-
-    wrapped: list[Any]
-    optimizer: Any
-    frozen: list[torch.Tensor]
-
-
 def wrap(
     config: Config,
     megatron: TransformerConfig,
     chunks: list[Any],
     shape: ModelShape,
     mesh: Mesh,
-    host: str,
-) -> Trainable:
+) -> tuple[list[Any], Any, list[torch.Tensor]]:
     """Add data parallelism and the distributed optimizer. All ranks must call.
 
     Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
@@ -283,7 +267,10 @@ def wrap(
         chunks: this rank's model chunks.
         shape: the model's.
         mesh: the layout of the ranks.
-        host: identifies this rank's machine.
+
+    Returns:
+        What Megatron's schedules run; Megatron's (chained) optimizer; and flat tensors of what is
+        part of the model and that no optimizer has.
     """
     half = megatron.params_dtype != torch.float32
     modules, frozen = in_precision(megatron, chunks)
@@ -319,8 +306,12 @@ def wrap(
             use_gloo_process_groups=False,
         )
 
-    use_fused_adam(optimizer)
-    exchange_without_copies(wrapped, host)
+    # Fused AdamW makes one pass over memory. The default one makes seven, and needs a temporary
+    # tensor as large as a moment of all parameters. Megatron has no argument for it.
+    for each in chained(optimizer):
+        for group in each.optimizer.param_groups:
+            group["fused"] = True
+    exchange_without_copies(wrapped)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.
@@ -331,7 +322,7 @@ def wrap(
         wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     )
     megatron.grad_scale_func = optimizer.scale_loss
-    return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
+    return wrapped, optimizer, frozen
 
 
 # Models that have not been let go, also those of a policy whose construction ended with an error.
@@ -366,17 +357,6 @@ def in_precision(
     half = megatron.params_dtype != torch.float32
     modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
     return modules, flat_expert_biases(chunks)
-
-
-def use_fused_adam(optimizer: Any) -> None:
-    """Take torch's fused AdamW from the first step on. Megatron has no argument for it.
-
-    It makes one pass over memory. The default one makes seven, and needs a temporary tensor as
-    large as a moment of all parameters.
-    """
-    for each in chained(optimizer):
-        for group in each.optimizer.param_groups:
-            group["fused"] = True
 
 
 def flat_expert_biases(chunks: list[Any]) -> list[torch.Tensor]:

@@ -82,9 +82,9 @@ class Policy(ScoringPolicy):
             plausibility=config.replay.plausibility,
             plan=size_plan(mesh.ep, shape.num_experts // mesh.ep.size) if planned else None,
         )
-        trainable = wrap(config, self.megatron, chunks, shape, mesh, device.host)
-        self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
-        self._frozen = trainable.frozen
+        self.wrapped, self.optimizer, self._frozen = wrap(
+            config, self.megatron, chunks, shape, mesh
+        )
         place = config.train.optimizer
         self.memory = TrainingMemory(self.wrapped, self.optimizer, device, place=place)
         if trains and place != "kept" and (place == "streamed" or config.uses_engine):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import platform
 import random
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -273,6 +277,40 @@ def test_tokens_from_memory_give_the_bits_of_gloo(dtype: str, experts: str, tmp_
         assert found.peers and found.same and found.moved, found
         # Values, gates and experts go together.
         assert 0 < found.by_memory < found.by_gloo, found
+
+
+def forbid_reading() -> None:
+    """Let the kernel refuse this process the memory of others from now on, as containers may."""
+    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]  # of process_vm_readv
+    filter_ = (
+        (0x20, 0, 0, 0),  # load the number of a call
+        (0x15, 0, 1, number),  # skip the next line if it is another one
+        (0x06, 0, 0, 0x50000 | errno.EPERM),  # fail
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+    )
+    lines = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in filter_))
+    program = struct.pack("HP", len(filter_), ctypes.addressof(lines))
+    libc = ctypes.CDLL(None)
+    no_new_privileges, set_filter, mode = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_filter, mode, program, 0, 0) == 0
+
+
+def found_peers(device: Device) -> list[bool]:
+    """Whether ranks read each other: on one machine, rank 0 on another one, rank 0 not allowed."""
+    found = []
+    for way in ("one host", "other host", "not allowed"):
+        if way == "not allowed" and device.rank == 0:
+            forbid_reading()
+        apart = way == "other host" and device.rank == 0
+        group = dist.new_group(backend="gloo")
+        found.append(Peers.of(group, f"{device.host} {apart}") is not None)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_read_each_other_or_none_does(ranks: int) -> None:
+    assert run_world(found_peers, ranks) == [[True, False, False]] * ranks
 
 
 def _peers(device: Device, limit_s: float = 60.0) -> Peers:
