@@ -44,7 +44,7 @@ def experts_as_on_cuda(kind: str) -> str:
     """The setting for a kind of experts; "sorted" makes fused ones those of CUDA, for good."""
     if kind != "sorted":
         return kind
-    build_policy._EXPERTS["fused"] = DeviceExperts
+    build_policy.FusedExperts = DeviceExperts  # type: ignore[misc,assignment]
     return "fused"
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3.layers.attention import CausalAttention
-from r3.layers.norms import RMSNorm
+from r3.layers.context_parallel import ContextParallelAttention
+from r3.layers.delta import GatedDelta
+from r3.layers.norms import CentredNorm, KeyHeadsNorm, LatentNorm, QueryHeadsNorm, RMSNorm
+from r3.models.shape import ModelShape
 
 
 def _scaled_addition(factor: float) -> Callable[..., Any]:
@@ -35,50 +39,50 @@ def _scaled_addition(factor: float) -> Callable[..., Any]:
 
 def decoder_spec(
     config: Any,
+    shape: ModelShape,
     *,
     experts: type[MegatronModule] | None,
-    attention: type[CausalAttention] = CausalAttention,
-    replaced: Mapping[str, type] | None = None,
-    residual_multiplier: float = 1.0,
-    norm: type[RMSNorm] = RMSNorm,
-    mixers: Mapping[int, ModuleSpec] | None = None,
-    vp_stage: int | None = None,
+    layers: Sequence[int],
+    vp_stage: int | None,
 ) -> Any:
-    """Return Megatron's local decoder spec with R3's norm, attention and, if asked, experts.
+    """Return Megatron's local decoder spec with R3's norms, attention and, if asked, experts.
 
     Args:
         config: Megatron's TransformerConfig.
+        shape: the model's.
         experts: class of a MoE layer's experts; None = Megatron's own.
-        attention: class of the core attention.
-        replaced: parts of self-attention, by field name, that are other modules in this model.
-        residual_multiplier: factor on what attention and MLP add to the residual stream.
-        norm: class of the norms.
-        mixers: number of a layer among those of this chunk -> what it has instead of attention.
+        layers: numbers of this chunk's layers.
         vp_stage: number of the model chunk on this pipeline rank; None without virtual stages.
     """
+    norm = CentredNorm if shape.centred_norms else RMSNorm
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     block.layer_norm = norm
     for layer in block.layer_specs:
         parts = layer.submodules
-        if residual_multiplier != 1:
-            parts.self_attn_bda = parts.mlp_bda = _scaled_addition(residual_multiplier)
+        if shape.residual_multiplier != 1:
+            parts.self_attn_bda = parts.mlp_bda = _scaled_addition(shape.residual_multiplier)
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        projections = parts.self_attention.submodules
-        projections.core_attention = attention
-        if config.qk_layernorm and not config.multi_latent_attention:
-            projections.q_layernorm = projections.k_layernorm = norm
-        for name, module in (replaced or {}).items():
-            setattr(projections, name, module)
-        # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
-        is_spec = isinstance(parts.mlp, ModuleSpec)
-        if experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:
-            holder = parts.mlp.submodules if is_spec else parts.mlp.keywords["submodules"]
-            holder.experts = ModuleSpec(module=experts) if is_spec else experts
-    for number, mixer in (mixers or {}).items():
-        # A copy: layers of one kind share their spec.
-        layer = copy(block.layer_specs[number])
-        layer.submodules = replace(layer.submodules, self_attention=mixer)
-        block.layer_specs[number] = layer
+        attention = parts.self_attention.submodules
+        attention.core_attention = (
+            ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
+        )
+        if shape.latent:
+            # Replicated. Sharded by columns, as upstream, the gradient of k's rotary part is not
+            # summed over tp.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        elif shape.qk_norm == "all":
+            attention.q_layernorm, attention.k_layernorm = QueryHeadsNorm, KeyHeadsNorm
+        elif shape.qk_norm == "head":
+            attention.q_layernorm = attention.k_layernorm = norm
+        if experts and parts.mlp.module is MoELayer:
+            parts.mlp.submodules.experts = ModuleSpec(module=experts)
+    for place, number in enumerate(layers):
+        if number in shape.delta_layers:
+            # A copy: layers of one kind share their spec.
+            layer = block.layer_specs[place] = copy(block.layer_specs[place])
+            mixer = ModuleSpec(module=GatedDelta, params={"sizes": shape.delta})
+            layer.submodules = replace(layer.submodules, self_attention=mixer)
     return block

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +15,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,26 +24,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3.config import Config, TrainConfig
 from r3.layers.attention import CausalAttention
-from r3.layers.context_parallel import ContextParallelAttention
 from r3.layers.decoder import decoder_spec
-from r3.layers.delta import GatedDelta
 from r3.layers.dispatch import TokenDispatcher
 from r3.layers.fused_experts_cpu import FusedExperts
 from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.grouped_experts import GroupedExperts
 from r3.layers.matmul import use_product
-from r3.layers.norms import (
-    AllHeadsNorm,
-    CentredNorm,
-    KeyHeadsNorm,
-    LatentNorm,
-    QueryHeadsNorm,
-    RMSNorm,
-)
+from r3.layers.norms import AllHeadsNorm
 from r3.layers.rope import inverse_frequencies
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
@@ -57,22 +45,6 @@ from r3.policy.transformer_config import DTYPES
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names, install
 from r3.runtime.mesh import Mesh
-
-
-def _attention_modules(shape: ModelShape) -> dict[str, type]:
-    """Parts of Megatron's self-attention, by field name, that this model replaces."""
-    if shape.latent:
-        return {
-            # Replicated. Sharded by columns, as upstream, the gradient of k's rotary part is not
-            # summed over tp.
-            "linear_q_down_proj": Linear,
-            "linear_kv_down_proj": Linear,
-            "q_layernorm": LatentNorm,
-            "kv_layernorm": LatentNorm,
-        }
-    if shape.qk_norm == "all":
-        return {"q_layernorm": QueryHeadsNorm, "k_layernorm": KeyHeadsNorm}
-    return {}
 
 
 def build_chunks(
@@ -88,13 +60,6 @@ def build_chunks(
     return [_build_chunk(config, shape, megatron, mesh, device, stage) for stage in stages]
 
 
-_EXPERTS: dict[str, type[MegatronModule] | None] = {
-    "fused": FusedExperts,
-    "grouped": GroupedExperts,
-    "sequential": None,
-}
-
-
 def experts_kind(config: Config, shape: ModelShape) -> str:
     """How experts run in training, `auto` resolved.
 
@@ -107,10 +72,6 @@ def experts_kind(config: Config, shape: ModelShape) -> str:
     return "fused" if is_plain else "grouped"
 
 
-def _experts_class(kind: str, device: Device) -> type[MegatronModule] | None:
-    return DeviceExperts if kind == "fused" and device.is_cuda else _EXPERTS[kind]
-
-
 def _build_chunk(
     config: Config,
     shape: ModelShape,
@@ -121,20 +82,18 @@ def _build_chunk(
 ) -> Any:
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
     kind = experts_kind(config, shape)
+    experts: dict[str, type[MegatronModule] | None] = {
+        "fused": DeviceExperts if device.is_cuda else FusedExperts,
+        "grouped": GroupedExperts,
+        "sequential": None,
+    }
     model = ScoringGPT(
         megatron,
         decoder_spec(
             megatron,
-            experts=_experts_class(kind, device),
-            attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
-            replaced=_attention_modules(shape),
-            residual_multiplier=shape.residual_multiplier,
-            norm=CentredNorm if shape.centred_norms else RMSNorm,
-            mixers={
-                number: ModuleSpec(module=GatedDelta, params={"sizes": shape.delta})
-                for number, layer in enumerate(config.parallel.pieces(shape.num_layers)[piece])
-                if layer in shape.delta_layers
-            },
+            shape,
+            experts=experts[kind],
+            layers=config.parallel.pieces(shape.num_layers)[piece],
             vp_stage=vp_stage,
         ),
         # Every tp rank has equally many rows. Padding is masked out of the softmax
@@ -164,30 +123,26 @@ def _build_chunk(
         adds_to_main_grad=device.is_cuda,  # on CPU it would need a float32 copy of the operands
         is_embedding=shape.tied,
     )
-    # Megatron has biases of sigmoid scores only. `RouterTap` adds them to others.
-    has_own_biases = shape.moe_names.router_bias and shape.router_score == "softmax"
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
         elif isinstance(module, GroupedExperts):
             module.recomputes_activation = config.model.recompute == "selective"
-        elif isinstance(module, Router) and rounds_router_logits(config, shape):
-            module.gating = rounded_gating(module.gating, DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
             module.token_dispatcher = TokenDispatcher(module, mesh.megatron, mesh.ep)
-        if isinstance(module, Router) and has_own_biases:
-            del module.expert_bias  # None
-            module.register_buffer("expert_bias", torch.zeros(shape.num_experts))
+        elif isinstance(module, Router):
+            # The engine's router rounds its logits.
+            if config.model.router_logits == "engine" and not shape.engine_router_fp32:
+                module.gating = rounded_gating(module.gating, DTYPES[config.engine.dtype])
+            # Megatron has biases of sigmoid scores only. `RouterTap` adds them to others.
+            if shape.moe_names.router_bias and shape.router_score == "softmax":
+                del module.expert_bias  # None
+                module.register_buffer("expert_bias", torch.zeros(shape.num_experts))
     _mark_shards(model)
     _set_rope(model, shape)
     model.to(device.torch)
     use_product(model)
     return model
-
-
-def rounds_router_logits(config: Config, shape: ModelShape) -> bool:
-    """Whether the policy rounds its router logits as the engine does."""
-    return config.model.router_logits == "engine" and not shape.engine_router_fp32
 
 
 def rounded_gating(
