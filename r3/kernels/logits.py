@@ -11,17 +11,14 @@ from typing import Any
 import torch
 
 from r3.kernels import NOWHERE
-from r3.kernels.moe import on_device, wide
+from r3.kernels.moe import operator, wide
 
-_LIBRARY = torch.library.Library("r3", "FRAGMENT")
-_LIBRARY.define("logit_sums(Tensor logits_NV, Tensor index_N, int columns, float scale) -> Tensor")
-_LIBRARY.define(
-    "logit_gradient(Tensor logits_NV, Tensor index_N, int columns, float scale, Tensor top_N,"
-    " Tensor total_N, Tensor grad_N, Tensor at_target_N, Tensor? entropy_grad_N, Tensor? excess_N,"
-    " bool halves) -> Tensor"
+
+@operator(
+    fake=lambda logits_NV, *_: logits_NV.new_empty(
+        4, len(logits_NV), dtype=torch.promote_types(logits_NV.dtype, torch.float32)
+    )
 )
-
-
 def logit_sums(
     logits_NV: torch.Tensor, index_N: torch.Tensor, columns: int, scale: float
 ) -> torch.Tensor:
@@ -43,6 +40,13 @@ def logit_sums(
     return torch.stack([top_N, probs_NV.sum(-1), scaled_NV.mul_(probs_NV).sum(-1), target_N])
 
 
+def _fake_gradient(logits_NV: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if not rest[-1]:  # halves
+        return torch.empty_like(logits_NV)
+    return logits_NV.new_empty(2 * len(logits_NV), logits_NV.shape[1], dtype=torch.bfloat16)
+
+
+@operator(fake=_fake_gradient)
 def logit_gradient(
     logits_NV: torch.Tensor,
     index_N: torch.Tensor,
@@ -90,23 +94,3 @@ def _scaled(logits_NV: torch.Tensor, columns: int, scale: float) -> torch.Tensor
     scaled_NV = wide(logits_NV) * scale
     scaled_NV[:, columns:] = NOWHERE
     return scaled_NV
-
-
-for _plain in (logit_sums, logit_gradient):
-    _LIBRARY.impl(_plain.__name__, _plain, "CPU")
-    _LIBRARY.impl(_plain.__name__, on_device(_plain.__name__, _plain), "CUDA")
-
-
-# Shapes of the results, for fake tensors.
-@torch.library.register_fake("r3::logit_sums", lib=_LIBRARY)
-def _(logits_NV: torch.Tensor, *_rest: Any) -> torch.Tensor:
-    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-    return logits_NV.new_empty(4, len(logits_NV), dtype=dtype)
-
-
-@torch.library.register_fake("r3::logit_gradient", lib=_LIBRARY)
-def _(logits_NV: torch.Tensor, *rest: Any) -> torch.Tensor:
-    halves = rest[-1]
-    if not halves:
-        return torch.empty_like(logits_NV)
-    return logits_NV.new_empty(2 * len(logits_NV), logits_NV.shape[1], dtype=torch.bfloat16)

@@ -17,14 +17,40 @@ import torch
 from r3.kernels.switch import is_on
 
 _LIBRARY = torch.library.Library("r3", "DEF")
-_LIBRARY.define("weighted_swiglu(Tensor both_SF, Tensor gates_S) -> Tensor")
-_LIBRARY.define(
-    "weighted_swiglu_backward(Tensor both_SF, Tensor gates_S, Tensor d_inner_SF)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("sum_rows(Tensor rows_SD, Tensor places_NK) -> Tensor")
+_Function = Callable[..., Any]
 
 
+def operator(*, fake: _Function) -> Callable[[_Function], _Function]:
+    """Make an operator of torch.ops.r3 from a function in plain torch.
+
+    Triton's kernel of the same name runs for CUDA tensors. Triton is imported with the first call.
+
+    Args:
+        fake: returns results of the right shapes, for fake tensors.
+    """
+
+    def register(plain: _Function) -> _Function:
+        name = plain.__name__
+
+        def on_device(*arguments: Any) -> Any:
+            if not is_on("triton"):
+                return plain(*arguments)
+            from r3.kernels import triton_kernels
+
+            return getattr(triton_kernels, name)(
+                *(one.contiguous() if torch.is_tensor(one) else one for one in arguments)
+            )
+
+        _LIBRARY.define(torch.library.infer_schema(plain, op_name=name, mutates_args=()))
+        _LIBRARY.impl(name, plain, "CPU")
+        _LIBRARY.impl(name, on_device, "CUDA")
+        torch.library.register_fake(f"r3::{name}", fake, lib=_LIBRARY)
+        return plain
+
+    return register
+
+
+@operator(fake=lambda both_SF, _gates_S: both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2))
 def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up * weight, [S, F].
 
@@ -36,6 +62,13 @@ def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tenso
     return (gate * torch.sigmoid(gate) * up * gates_S[:, None]).to(both_SF.dtype)
 
 
+@operator(
+    fake=lambda both_SF, gates_S, d_inner_SF: (
+        d_inner_SF.new_empty(d_inner_SF.shape),
+        torch.empty_like(both_SF),
+        gates_S.new_empty(gates_S.shape),
+    )
+)
 def weighted_swiglu_backward(
     both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,6 +85,7 @@ def weighted_swiglu_backward(
     return inner, d_both.to(both_SF.dtype), (d_inner * product).sum(-1)
 
 
+@operator(fake=lambda rows_SD, places_NK: rows_SD.new_empty(len(places_NK), rows_SD.shape[1]))
 def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
     """Add K rows for each token, in the order of K: [N, D].
 
@@ -70,45 +104,3 @@ def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
 def wide(values: torch.Tensor) -> torch.Tensor:
     """Return values in float32, or float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def on_device(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Call the Triton kernel of this name. Triton is imported with the first call."""
-
-    def run(*arguments: Any) -> Any:
-        if not is_on("triton"):
-            return plain(*arguments)
-        from r3.kernels import triton_kernels
-
-        return getattr(triton_kernels, name)(
-            *(one.contiguous() if torch.is_tensor(one) else one for one in arguments)
-        )
-
-    return run
-
-
-for _plain in (weighted_swiglu, weighted_swiglu_backward, sum_rows):
-    _LIBRARY.impl(_plain.__name__, _plain, "CPU")
-    _LIBRARY.impl(_plain.__name__, on_device(_plain.__name__, _plain), "CUDA")
-
-
-# Shapes of the results, for fake tensors.
-@torch.library.register_fake("r3::weighted_swiglu", lib=_LIBRARY)
-def _(both_SF: torch.Tensor, _gates_S: torch.Tensor) -> torch.Tensor:
-    return both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
-
-
-@torch.library.register_fake("r3::weighted_swiglu_backward", lib=_LIBRARY)
-def _(
-    both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        d_inner_SF.new_empty(d_inner_SF.shape),
-        torch.empty_like(both_SF),
-        gates_S.new_empty(gates_S.shape),
-    )
-
-
-@torch.library.register_fake("r3::sum_rows", lib=_LIBRARY)
-def _(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
-    return rows_SD.new_empty(len(places_NK), rows_SD.shape[1])

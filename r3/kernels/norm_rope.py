@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from r3.kernels.moe import on_device, wide
+from r3.kernels.moe import operator, wide
 
-_LIBRARY = torch.library.Library("r3", "FRAGMENT")
-_LIBRARY.define("norm(Tensor x_ND, Tensor weight_D, float eps) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "norm_backward(Tensor x_ND, Tensor weight_D, Tensor scale_N, Tensor gradient_ND)"
-    " -> (Tensor, Tensor)"
+
+@operator(
+    fake=lambda x_ND, _weight_D, _eps: (
+        x_ND.new_empty(x_ND.shape),
+        x_ND.new_empty(len(x_ND), dtype=torch.promote_types(x_ND.dtype, torch.float32)),
+    )
 )
-_LIBRARY.define("turn(Tensor x_Nhd, Tensor cos, Tensor sin, int way) -> Tensor")
-
-
 def norm(
     x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,6 +29,7 @@ def norm(
     return (x * scale_N1).to(x_ND.dtype).mul_(weight_D), scale_N1[:, 0]
 
 
+@operator(fake=lambda x_ND, weight_D, *_: (x_ND.new_empty(x_ND.shape), torch.empty_like(weight_D)))
 def norm_backward(
     x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,6 +48,7 @@ def norm_backward(
     return d_x_ND.to(x_ND.dtype), d_weight_D
 
 
+@operator(fake=lambda x_Nhd, *_: x_Nhd.new_empty(x_Nhd.shape))
 def turn(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: int) -> torch.Tensor:
     """Return x * cos + way * (x with swapped halves) * sin, [t, h, d].
 
@@ -64,29 +64,3 @@ def turn(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: int) ->
     # In bfloat16 the rounding of an operation depends on the layout of its inputs.
     x_Nhd = x_Nhd.contiguous()
     return (x_Nhd * cos).addcmul_(x_Nhd.roll(size // 2, -1), sin, value=way)
-
-
-for _plain in (norm, norm_backward, turn):
-    _LIBRARY.impl(_plain.__name__, _plain, "CPU")
-    _LIBRARY.impl(_plain.__name__, on_device(_plain.__name__, _plain), "CUDA")
-
-
-# Shapes of the results, for fake tensors.
-@torch.library.register_fake("r3::norm", lib=_LIBRARY)
-def _(
-    x_ND: torch.Tensor, _weight_D: torch.Tensor, _eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = x_ND.new_empty(len(x_ND), dtype=torch.promote_types(x_ND.dtype, torch.float32))
-    return x_ND.new_empty(x_ND.shape), scale
-
-
-@torch.library.register_fake("r3::norm_backward", lib=_LIBRARY)
-def _(
-    x_ND: torch.Tensor, weight_D: torch.Tensor, *_: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x_ND.new_empty(x_ND.shape), torch.empty_like(weight_D)
-
-
-@torch.library.register_fake("r3::turn", lib=_LIBRARY)
-def _(x_Nhd: torch.Tensor, *_rest: object) -> torch.Tensor:
-    return x_Nhd.new_empty(x_Nhd.shape)
