@@ -52,9 +52,6 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _other: Any) -> float:
-        return 0.0
-
 
 # one object, so that "is this the current stream" comparisons keep their meaning
 _ONE_STREAM = _Stream()
@@ -66,32 +63,19 @@ class _Cuda(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("torch.cuda")
         self.Stream, self.Event = _Stream, _Event
-        for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte", "Double", "Bool"):
-            setattr(self, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+        for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
+            setattr(self, kind, getattr(torch, kind))
         nothing: Callable[..., None] = lambda *_a, **_k: None  # noqa: E731
         stand_ins: dict[str, Callable[..., Any]] = {
-            "current_device": lambda: (
-                _CPU
-            ),  # param_and_grad_buffer.py, rope, p2p_communication.py, tp/layers.py, router.py
-            "device_count": lambda: 0,
-            "is_available": lambda: False,
-            "is_initialized": lambda: False,
+            # param_and_grad_buffer.py, rope, p2p_communication.py, tp/layers.py, router.py
+            "current_device": lambda: _CPU,
             "synchronize": nothing,  # p2p_communication.py, dist_checkpointing
-            "set_device": nothing,
-            "empty_cache": nothing,
-            "ipc_collect": nothing,
             "current_stream": lambda *_a, **_k: _ONE_STREAM,  # moe/token_dispatcher.py
-            "default_stream": lambda *_a, **_k: _ONE_STREAM,
+            "default_stream": lambda *_a, **_k: _ONE_STREAM,  # param_and_grad_buffer.py
             "stream": lambda *_a, **_k: contextlib.nullcontext(),
-            "device": lambda *_a, **_k: contextlib.nullcontext(),
             "manual_seed": torch.manual_seed,  # tensor_parallel/random.py
-            "manual_seed_all": torch.manual_seed,
             "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
             "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
-            "memory_allocated": lambda *_a: 0,
-            "max_memory_allocated": lambda *_a: 0,
-            "memory_reserved": lambda *_a: 0,
-            "is_current_stream_capturing": lambda: False,
         }
         for name, stand_in in stand_ins.items():
             setattr(self, name, stand_in)
@@ -181,42 +165,14 @@ class _Torch(types.ModuleType):
 
 _proxy: _Torch | None = None
 
-# Modules that r3 causes to load; a module imported later is rebound by the next install().
-_MODULES = [
-    "parallel_state",
-    "tensor_parallel",
-    "tensor_parallel.random",
-    "transformer",
-    "models.gpt",
+# What R3 uses of Megatron: these import the rest. `install` rebinds what is imported later.
+_MODULES = (
     "models.gpt.gpt_layer_specs",
-    "models.gpt.gpt_model",
-    "models.common.embeddings.rotary_pos_embedding",
-    "models.common.embeddings.yarn_rotary_pos_embedding",
-    "models.common.language_module.language_module",
-    "transformer.moe.moe_layer",
-    "transformer.moe.experts",
-    "transformer.moe.router",
-    "transformer.multi_latent_attention",
-    "transformer.dot_product_attention",
-    "pipeline_parallel.schedules",
-    "pipeline_parallel.p2p_communication",
-    "distributed",
     "optimizer",
-    "optimizer.distrib_optimizer",
-    "optimizer.clip_grads",
-    "optimizer.grad_scaler",
-    "optimizer.cpu_offloading",
-    "dist_checkpointing",
-    "dist_checkpointing.strategies.torch",
+    "pipeline_parallel.schedules",
     "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "dist_checkpointing.exchange_utils",
-    "rerun_state_machine",
-    "timers",
-    "utils",
-]
+    "dist_checkpointing.strategies.torch",
+)
 
 
 def install() -> None:
@@ -263,24 +219,14 @@ def _undo_compilation() -> None:
                     setattr(owner, key, staticmethod(original) if static else original)
 
 
-def _get_rng_state(
-    device: str = "cuda", clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
 def _serve_without_cuda() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = lambda *_a, **_k: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_a, **_k: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
     # moe/token_dispatcher.py ignores as_numpy for host tensors, and gloo's all-to-all wants plain
     # split sizes.
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_host(tensor: Any, as_numpy: bool = False, **_options: Any) -> Any:
         return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
