@@ -42,13 +42,14 @@ def frozen_tensors(shape: ModelShape, patterns: Sequence[str]) -> frozenset[str]
 def _units(shape: ModelShape) -> list[tuple[str, ...]]:
     """Tensors that are frozen together: q, k and v; gate and up; all experts of a layer."""
     rules = conversion_rules(shape)
-    units = [rule.hf for rule in rules.top.values()]
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        units += [tuple(prefix + part for part in rule.hf) for rule in rules.layer.values()]
-        units += [
-            tuple(prefix + part.format(e=e) for e in range(shape.num_experts) for part in rule.hf)
-            for rule in rules.expert.values()
-        ]
-    # A layer is dense or has experts: the rules have the tensors of both.
-    return [unit for unit in units if set(unit) <= shape.tensor_shapes.keys()]
+    units = [tuple(rule.hf) for rule in rules.top.values()]
+    for number, layer in enumerate(rules.layers):
+        prefix = f"model.layers.{number}."
+        units += [tuple(prefix + part for part in rule.hf) for rule in layer.values()]
+        if number in shape.moe_layers:
+            experts = range(shape.num_experts)
+            units += [
+                tuple(prefix + part.format(e=e) for e in experts for part in rule.hf)
+                for rule in rules.expert.values()
+            ]
+    return units

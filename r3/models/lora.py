@@ -25,27 +25,26 @@ _OF_LAYER = {
 def matrices(shape: ModelShape) -> dict[str, str]:
     """Return the target of each Hugging Face tensor that may have an adapter."""
     rules = conversion_rules(shape)
-    layer = {
-        part: target
-        for suffix, rule in rules.layer.items()
+    found = {
+        f"model.layers.{n}.{part}": target
+        for n, layer in enumerate(rules.layers)
+        for suffix, rule in layer.items()
         for start, target in _OF_LAYER.items()
         if suffix.startswith(start)
-        for part in rule.hf
-    }
-    expert = [part for rule in rules.expert.values() for part in rule.hf]
-    found = {
-        f"model.layers.{n}.{part}": layer[part] for n in range(shape.num_layers) for part in layer
+        for part, size in rule.hf.items()
+        if len(size) == 2
     }
     found |= {
         f"model.layers.{n}.{part.format(e=e)}": "experts"
         for n in shape.moe_layers
         for e in range(shape.num_experts)
-        for part in expert
+        for rule in rules.expert.values()
+        for part, size in rule.hf.items()
+        if len(size) == 2
     }
     if not shape.tied:
         found |= dict.fromkeys(rules.top["output_layer.weight"].hf, "head")
-    sizes = shape.tensor_shapes
-    return {name: target for name, target in found.items() if len(sizes.get(name, ())) == 2}
+    return found
 
 
 def quantised_tensors(shape: ModelShape) -> set[str]:

@@ -1,15 +1,17 @@
-"""Conversion of weights: the Hugging Face tensors of each Megatron tensor, and its sharding.
+"""The tensors of a model: names and shapes in the checkpoint, Megatron's names, and conversion.
 
-The tables follow from `ModelShape` alone. Loading, weight sync and export all use them.
+The tables follow from `ModelShape` alone. Sizes, loading, weight sync and export all use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from r3.models.shape import ModelShape
+if TYPE_CHECKING:
+    from r3.models.families import LatentAttention
+    from r3.models.shape import ModelShape
 
 Kind = Literal["replicated", "column", "row", "qkv", "gated"]
 """How a Megatron tensor is made of HF tensors and sharded over tensor-parallel ranks:
@@ -22,12 +24,12 @@ gated       gate over up, each sharded along dim 0 (every rank has a part of bot
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
-    """The HF tensors that make one Megatron tensor, in the order they are joined."""
+    """The HF tensors that make one Megatron tensor: name -> shape, in the order they are joined."""
 
-    hf: tuple[str, ...]
     kind: Kind
+    hf: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,100 +38,127 @@ class Rules:
 
     Attributes:
         top: full Megatron name -> rule with full HF names, for tensors outside the layers.
-        layer: suffix after `decoder.layers.N.` -> rule with suffixes after `model.layers.N.`.
-            Buffers that belong to the checkpoint (expert biases) are here as well.
+        layers: for each layer, suffix after `decoder.layers.N.` -> rule with suffixes after
+            `model.layers.N.`, without experts. Buffers that belong to the checkpoint (expert
+            biases) are here as well.
         expert: suffix after the expert's number -> rule; `{e}` stands for that number.
     """
 
     top: Mapping[str, Rule]
-    layer: Mapping[str, Rule]
+    layers: Sequence[Mapping[str, Rule]]
     expert: Mapping[str, Rule]
 
 
 def conversion_rules(shape: ModelShape) -> Rules:
     """Return the rules for every tensor that Megatron builds for this model."""
-    layer = {
-        "input_layernorm.weight": _rule("replicated", "input_layernorm.weight"),
-        "pre_mlp_layernorm.weight": _rule("replicated", "post_attention_layernorm.weight"),
-        "mlp.linear_fc1.weight": _rule("gated", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "mlp.linear_fc2.weight": _rule("row", "mlp.down_proj.weight"),
-    }
-    layer |= _LATENT_ATTENTION if shape.latent else _attention(shape)
-    for name in shape.delta.tensor_shapes(shape.hidden_size) if shape.delta else ():
-        # `r3.layers.delta` names its parameters so.
-        ours = f"self_attention.{name.replace('.', '_')}"
-        layer[ours] = _rule("replicated", f"linear_attn.{name}")
-    embedding = _rule("column", "model.embed_tokens.weight")
+    hidden, names = shape.hidden_size, shape.moe_names
+    embedding = Rule("column", {"model.embed_tokens.weight": (shape.vocab_size, hidden)})
+    head = Rule("column", {"lm_head.weight": (shape.vocab_size, hidden)})
     top = {
         "embedding.word_embeddings.weight": embedding,
         # With tied embeddings the last pipeline stage has a copy of the embedding.
-        "output_layer.weight": embedding if shape.tied else _rule("column", "lm_head.weight"),
-        "decoder.final_layernorm.weight": _rule("replicated", "model.norm.weight"),
+        "output_layer.weight": embedding if shape.tied else head,
+        "decoder.final_layernorm.weight": _whole("model.norm.weight", hidden),
     }
-    if not shape.moe_layers:
-        return Rules(top=top, layer=layer, expert={})
+    attention = _latent_attention(shape, shape.latent) if shape.latent else _attention(shape)
+    delta = {
+        # `r3.layers.delta` names its parameters so.
+        f"self_attention.{name.replace('.', '_')}": _whole(f"linear_attn.{name}", *size)
+        for name, size in (shape.delta.tensor_shapes(hidden) if shape.delta else {}).items()
+    }
+    dense = _mlp("mlp.", "mlp", shape.ffn_size, hidden)
 
-    names = shape.moe_names
-    gate, up, down = (f"{names.expert}.{part}.weight" for part in names.gate_up_down)
-    expert = {
-        "linear_fc1.weight": _rule("gated", gate, up),
-        "linear_fc2.weight": _rule("row", down),
-    }
+    moe = {"mlp.router.weight": _whole(f"{names.router}.weight", shape.num_experts, hidden)}
+    if shape.has_biases:
+        moe["mlp.router.bias"] = _whole(f"{names.router}.bias", shape.num_experts)
+    if names.router_bias:
+        moe["mlp.router.expert_bias"] = _whole(names.router_bias, shape.num_experts)
+    if shape.shared_ffn_size:
+        moe |= _mlp("mlp.shared_experts.", names.shared_expert, shape.shared_ffn_size, hidden)
+    if names.shared_gate:
+        moe["mlp.shared_experts.gate_weight"] = _whole(f"{names.shared_gate}.weight", 1, hidden)
+    expert = _mlp("", names.expert, shape.moe_ffn_size, hidden, names.gate_up_down)
     if shape.has_biases:
         gate, up, down = (f"{names.expert}.{part}.bias" for part in names.gate_up_down)
-        expert |= {
-            "linear_fc1.bias": _rule("gated", gate, up),
-            "linear_fc2.bias": _rule("replicated", down),
+        size = (shape.moe_ffn_size,)
+        expert["linear_fc1.bias"] = Rule("gated", {gate: size, up: size})
+        expert["linear_fc2.bias"] = _whole(down, hidden)
+
+    layers = [
+        {
+            "input_layernorm.weight": _whole("input_layernorm.weight", hidden),
+            **(delta if number in shape.delta_layers else attention),
+            "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", hidden),
+            **(moe if number in shape.moe_layers else dense),
         }
-        layer["mlp.router.bias"] = _rule("replicated", f"{names.router}.bias")
-    layer["mlp.router.weight"] = _rule("replicated", f"{names.router}.weight")
-    if names.router_bias:
-        layer["mlp.router.expert_bias"] = _rule("replicated", names.router_bias)
-    if shape.shared_ffn_size:
-        gate, up, down = (
-            f"{names.shared_expert}.{part}_proj.weight" for part in ("gate", "up", "down")
-        )
-        layer["mlp.shared_experts.linear_fc1.weight"] = _rule("gated", gate, up)
-        layer["mlp.shared_experts.linear_fc2.weight"] = _rule("row", down)
-    if names.shared_gate:
-        shared_gate = _rule("replicated", f"{names.shared_gate}.weight")
-        layer["mlp.shared_experts.gate_weight"] = shared_gate
-    return Rules(top=top, layer=layer, expert=expert)
+        for number in range(shape.num_layers)
+    ]
+    return Rules(top=top, layers=layers, expert=expert)
 
 
-def _rule(kind: Kind, *hf: str) -> Rule:
-    return Rule(hf=hf, kind=kind)
+def _whole(name: str, *size: int) -> Rule:
+    return Rule("replicated", {name: size})
+
+
+def _mlp(
+    ours: str,
+    theirs: str,
+    size: int,
+    hidden: int,
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Rule]:
+    gate, up, down = (f"{theirs}.{part}.weight" for part in gate_up_down)
+    return {
+        f"{ours}linear_fc1.weight": Rule("gated", {gate: (size, hidden), up: (size, hidden)}),
+        f"{ours}linear_fc2.weight": Rule("row", {down: (hidden, size)}),
+    }
 
 
 def _attention(shape: ModelShape) -> dict[str, Rule]:
-    weights, biases = ([f"self_attn.{x}_proj.{part}" for x in "qkv"] for part in ("weight", "bias"))
-    rules = {
-        "self_attention.linear_qkv.weight": _rule("qkv", *weights),
-        "self_attention.linear_proj.weight": _rule("row", "self_attn.o_proj.weight"),
-    }
+    hidden, ours, theirs = shape.hidden_size, "self_attention", "self_attn"
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    widths = {"q": (2 if shape.output_gate else 1) * queries, "k": keys, "v": keys}
+    weights = {f"{theirs}.{x}_proj.weight": (width, hidden) for x, width in widths.items()}
+    biases = {f"{theirs}.{x}_proj.bias": (width,) for x, width in widths.items()}
+    rules = {f"{ours}.linear_qkv.weight": Rule("qkv", weights)}
     if shape.qkv_bias:
-        rules["self_attention.linear_qkv.bias"] = _rule("qkv", *biases)
+        rules[f"{ours}.linear_qkv.bias"] = Rule("qkv", biases)
+    rules[f"{ours}.linear_proj.weight"] = Rule(
+        "row", {f"{theirs}.o_proj.weight": (hidden, queries)}
+    )
     if shape.has_biases:
-        output = _rule("replicated", "self_attn.o_proj.bias")
-        rules["self_attention.linear_proj.bias"] = output
+        rules[f"{ours}.linear_proj.bias"] = _whole(f"{theirs}.o_proj.bias", hidden)
     if shape.sinks:
-        rules["self_attention.core_attention.sinks"] = _rule("column", "self_attn.sinks")
+        sinks = Rule("column", {f"{theirs}.sinks": (shape.num_heads,)})
+        rules[f"{ours}.core_attention.sinks"] = sinks
     if shape.qk_norm != "none":
-        for x in "qk":
-            norm = _rule("replicated", f"self_attn.{x}_norm.weight")
-            rules[f"self_attention.{x}_layernorm.weight"] = norm
+        for x, width in (("q", queries), ("k", keys)):
+            size = width if shape.qk_norm == "all" else shape.head_dim
+            rules[f"{ours}.{x}_layernorm.weight"] = _whole(f"{theirs}.{x}_norm.weight", size)
     return rules
 
 
-_LATENT_ATTENTION: dict[str, Rule] = {
-    "self_attention.linear_q_proj.weight": _rule("column", "self_attn.q_proj.weight"),
-    "self_attention.linear_q_down_proj.weight": _rule("replicated", "self_attn.q_a_proj.weight"),
-    "self_attention.q_layernorm.weight": _rule("replicated", "self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.weight": _rule("column", "self_attn.q_b_proj.weight"),
-    "self_attention.linear_kv_down_proj.weight": _rule(
-        "replicated", "self_attn.kv_a_proj_with_mqa.weight"
-    ),
-    "self_attention.kv_layernorm.weight": _rule("replicated", "self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.weight": _rule("column", "self_attn.kv_b_proj.weight"),
-    "self_attention.linear_proj.weight": _rule("row", "self_attn.o_proj.weight"),
-}
+def _latent_attention(shape: ModelShape, latent: LatentAttention) -> dict[str, Rule]:
+    hidden, heads, query_rank = shape.hidden_size, shape.num_heads, latent.query_rank
+    queries = heads * (latent.nope_size + latent.rope_size)
+    values = heads * (latent.nope_size + latent.value_size)
+    table: list[tuple[str, Kind, str, tuple[int, ...]]] = [
+        ("linear_q_proj", "column", "q_proj", (queries, hidden))
+    ]
+    if query_rank:
+        table = [
+            ("linear_q_down_proj", "replicated", "q_a_proj", (query_rank, hidden)),
+            ("q_layernorm", "replicated", "q_a_layernorm", (query_rank,)),
+            ("linear_q_up_proj", "column", "q_b_proj", (queries, query_rank)),
+        ]
+    compressed = (latent.kv_rank + latent.rope_size, hidden)
+    table += [
+        ("linear_kv_down_proj", "replicated", "kv_a_proj_with_mqa", compressed),
+        ("kv_layernorm", "replicated", "kv_a_layernorm", (latent.kv_rank,)),
+        ("linear_kv_up_proj", "column", "kv_b_proj", (values, latent.kv_rank)),
+        ("linear_proj", "row", "o_proj", (hidden, heads * latent.value_size)),
+    ]
+    return {
+        f"self_attention.{ours}.weight": Rule(kind, {f"self_attn.{theirs}.weight": size})
+        for ours, kind, theirs, size in table
+    }

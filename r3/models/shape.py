@@ -34,6 +34,7 @@ from r3.models.hf_config import (
 )
 from r3.models.hub import folder_of
 from r3.models.quantised import STORED_TYPES, Quantised, quantised_by, quantised_shapes
+from r3.models.rules import conversion_rules
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
@@ -257,90 +258,17 @@ class ModelShape:
 
         A tied output head is not a tensor of its own, although some checkpoints store a copy.
         """
-        hidden, names = self.hidden_size, self.moe_names
-        attention = self._latent_attention(self.latent) if self.latent else self._attention()
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, hidden)
-        }
-
-        def add_mlp(
-            prefix: str, size: int, gate_up_down: tuple[str, str, str] = MoeNames.gate_up_down
-        ) -> None:
-            gate, up, down = gate_up_down
-            shapes[f"{prefix}.{gate}.weight"] = (size, hidden)
-            shapes[f"{prefix}.{up}.weight"] = (size, hidden)
-            shapes[f"{prefix}.{down}.weight"] = (hidden, size)
-
-        for i in range(self.num_layers):
-            layer = f"model.layers.{i}"
-            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-            if self.delta and i in self.delta_layers:
-                mixer, parts = "linear_attn", self.delta.tensor_shapes(hidden)
-            else:
-                mixer, parts = "self_attn", attention
-            shapes |= {f"{layer}.{mixer}.{name}": shape for name, shape in parts.items()}
-            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-            if i not in self.moe_layers:
-                add_mlp(f"{layer}.mlp", self.ffn_size)
-                continue
-            shapes[f"{layer}.{names.router}.weight"] = (self.num_experts, hidden)
-            if self.has_biases:
-                shapes[f"{layer}.{names.router}.bias"] = (self.num_experts,)
-            if names.router_bias:
-                shapes[f"{layer}.{names.router_bias}"] = (self.num_experts,)
-            for expert in range(self.num_experts):
-                path = f"{layer}.{names.expert.format(e=expert)}"
-                add_mlp(path, self.moe_ffn_size, names.gate_up_down)
-                if self.has_biases:
-                    for part in names.gate_up_down:
-                        rows = shapes[f"{path}.{part}.weight"][0]
-                        shapes[f"{path}.{part}.bias"] = (rows,)
-            if self.shared_ffn_size:
-                add_mlp(f"{layer}.{names.shared_expert}", self.shared_ffn_size)
-            if names.shared_gate:
-                shapes[f"{layer}.{names.shared_gate}.weight"] = (1, hidden)
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
-
-    def _attention(self) -> dict[str, tuple[int, ...]]:
-        hidden = self.hidden_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        gated = 2 if self.output_gate else 1
-        widths = {"q_proj": gated * queries, "k_proj": keys, "v_proj": keys}
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{name}.weight": (width, hidden) for name, width in widths.items()
-        }
-        if self.qkv_bias:
-            shapes |= {f"{name}.bias": (width,) for name, width in widths.items()}
-        shapes["o_proj.weight"] = (hidden, queries)
-        if self.has_biases:
-            shapes["o_proj.bias"] = (hidden,)
-        if self.sinks:
-            shapes["sinks"] = (self.num_heads,)
-        if self.qk_norm != "none":
-            is_joint = self.qk_norm == "all"
-            shapes["q_norm.weight"] = (queries if is_joint else self.head_dim,)
-            shapes["k_norm.weight"] = (keys if is_joint else self.head_dim,)
-        return shapes
-
-    def _latent_attention(self, latent: LatentAttention) -> dict[str, tuple[int, ...]]:
-        hidden, heads, query_rank = self.hidden_size, self.num_heads, latent.query_rank
-        queries = heads * (latent.nope_size + latent.rope_size)
-        shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (queries, hidden)}
-        if query_rank:
-            shapes = {
-                "q_a_proj.weight": (query_rank, hidden),
-                "q_a_layernorm.weight": (query_rank,),
-                "q_b_proj.weight": (queries, query_rank),
-            }
-        return shapes | {
-            "kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope_size, hidden),
-            "kv_a_layernorm.weight": (latent.kv_rank,),
-            "kv_b_proj.weight": (heads * (latent.nope_size + latent.value_size), latent.kv_rank),
-            "o_proj.weight": (hidden, heads * latent.value_size),
-        }
+        rules = conversion_rules(self)
+        shapes = dict(rules.top["embedding.word_embeddings.weight"].hf)
+        for number, layer in enumerate(rules.layers):
+            prefix = f"model.layers.{number}."
+            for rule in layer.values():
+                shapes |= {prefix + name: size for name, size in rule.hf.items()}
+            for e in range(self.num_experts if number in self.moe_layers else 0):
+                for rule in rules.expert.values():
+                    shapes |= {prefix + name.format(e=e): size for name, size in rule.hf.items()}
+        shapes |= rules.top["decoder.final_layernorm.weight"].hf
+        return shapes | dict(rules.top["output_layer.weight"].hf)
 
     @cached_property
     def stored(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:

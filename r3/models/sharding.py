@@ -64,7 +64,7 @@ def planned_shards(
         rank: the rank, in Megatron's order (tp varies fastest, then etp, ep; pp slowest).
         item_size: bytes per value of the policy's weights.
     """
-    rules, sizes = conversion_rules(shape), shape.tensor_shapes
+    rules = conversion_rules(shape)
     etp = parallel.etp or parallel.tp
     per_stage = world_size // parallel.pp
     stage, in_stage = divmod(rank, per_stage)
@@ -75,12 +75,13 @@ def planned_shards(
     found: list[Shard] = []
 
     def add(name: str, rule: Rule, prefix: str, size: int, *, expert: int | None = None) -> None:
-        hf = tuple(prefix + part.format(e=expert) for part in rule.hf)
-        if not all(part in sizes for part in hf):
-            return  # of another kind of layer, or of attention
-        is_sharded, rows = rule.kind != "replicated", sum(sizes[part][0] for part in hf)
+        sizes = list(rule.hf.values())
+        is_sharded, rows, first = (
+            rule.kind != "replicated",
+            sum(each[0] for each in sizes),
+            sizes[0],
+        )
         count = size if is_sharded else 1
-        first = sizes[hf[0]]
         if rule.kind == "row":
             local: tuple[int, ...] = (*first[:-1], first[-1] // count)
         else:
@@ -88,7 +89,7 @@ def planned_shards(
         found.append(
             Shard(
                 name=name,
-                hf=hf,
+                hf=tuple(prefix + part.format(e=expert) for part in rule.hf),
                 kind=rule.kind,
                 index=in_stage % size if is_sharded else 0,
                 count=count,
@@ -111,7 +112,7 @@ def planned_shards(
             add(name, rule, "", parallel.tp)
     for layer in (layer for piece in own for layer in piece):
         where, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        for suffix, rule in rules.layer.items():
+        for suffix, rule in rules.layers[layer].items():
             add(where + suffix, rule, prefix, parallel.tp)
         if layer not in shape.moe_layers:
             continue

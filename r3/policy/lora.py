@@ -393,7 +393,7 @@ def _adapter(
     axis, names, name = mesh.tp, [slot.hf[part]], slot.hf[part]
     if match:
         rule = conversion_rules(shape).expert[match[3]]
-        axis, name = mesh.etp, f"model.layers.{match[1]}.{rule.hf[part]}"
+        axis, name = mesh.etp, f"model.layers.{match[1]}.{tuple(rule.hf)[part]}"
         names = [name.format(e=int(match[2]) + i) for i in range(len(weight))]
     width = shape.tensor_shapes[names[0]][1]
     if start:

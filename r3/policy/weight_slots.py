@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from r3.models.rules import Kind, Rule, Rules, conversion_rules
+from r3.models.rules import Kind, Rule, conversion_rules
 from r3.models.shape import ModelShape
 from r3.runtime.mesh import Mesh
 
@@ -123,16 +123,15 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
         name: str, rule: Rule, tensor: torch.Tensor, *, expert: int | None = None, prefix: str = ""
     ) -> Slot:
         axis = mesh.tp if expert is None else mesh.etp
-        hf = tuple(prefix + part.format(e=expert) for part in rule.hf)
         is_sharded = rule.kind != "replicated"
         return Slot(
             name=name,
-            hf=hf,
+            hf=tuple(prefix + part.format(e=expert) for part in rule.hf),
             kind=rule.kind,
             index=axis.rank if is_sharded else 0,
             count=axis.size if is_sharded else 1,
             tensor=tensor.detach(),
-            rows=sum(shape.tensor_shapes[part][0] for part in hf),
+            rows=sum(size[0] for size in rule.hf.values()),
         )
 
     def slots_of(chunk: Any, name: str, tensor: torch.Tensor) -> Iterator[Slot]:
@@ -152,8 +151,8 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
         elif local_expert:
             per_rank, part = layer.mlp.num_local_experts, local_expert[2]
             experts = [(int(local_expert[1]), tensor)]
-        elif suffix in rules.layer:
-            yield slot(where + suffix, rules.layer[suffix], tensor, prefix=prefix)
+        elif suffix in rules.layers[number]:
+            yield slot(where + suffix, rules.layers[number][suffix], tensor, prefix=prefix)
             return
         else:
             raise KeyError(_no_rule(name, shape))
@@ -165,7 +164,7 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
     return [
         each
         for chunk in chunks
-        for name, tensor in _tensors(chunk, rules)
+        for name, tensor in _tensors(chunk)
         for each in slots_of(chunk, name, tensor)
     ]
 
@@ -177,14 +176,11 @@ def _no_rule(name: str, shape: ModelShape) -> str:
     )
 
 
-def _tensors(chunk: Any, rules: Rules) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, then the buffers that belong to the checkpoint (expert biases)."""
     # Adapters (r3/policy/lora.py) are parameters that the checkpoint does not have.
     yield from (each for each in chunk.named_parameters() if not each[0].startswith("lora."))
-    for name, buffer in chunk.named_buffers():
-        match = _LAYER.fullmatch(name)
-        if match is not None and match[2] in rules.layer:
-            yield name, buffer
+    yield from (each for each in chunk.named_buffers() if each[0].endswith(".router.expert_bias"))
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
-from r3.models.rules import conversion_rules
 from r3.models.shape import (
     ModelShape,
     RopeScaling,
@@ -70,26 +69,6 @@ def test_what_is_proved_of_a_family_is_what_is_tried() -> None:
     assert proved["engine"] == {FAMILIES[name][0] for name in names}
     embedded = json.loads((assets.TINY_MOE / "config.json").read_text())
     assert proved["runs"] == {embedded["model_type"]}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_conversion_rules_name_every_tensor_of_the_checkpoint(
-    name: str, folders: dict[str, Path]
-) -> None:
-    shape = ModelShape.read(folders[name])
-    rules = conversion_rules(shape)
-    named = {hf for rule in rules.top.values() for hf in rule.hf}
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        named |= {prefix + hf for rule in rules.layer.values() for hf in rule.hf}
-        named |= {
-            prefix + hf.format(e=expert)
-            for rule in rules.expert.values()
-            for hf in rule.hf
-            for expert in range(shape.num_experts)
-        }
-    # Layers differ (dense or MoE, queries compressed or not): a rule may have no tensor in some.
-    assert shape.tensor_shapes.keys() <= named
 
 
 @pytest.mark.parametrize("name", FAMILIES)
