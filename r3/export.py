@@ -38,7 +38,7 @@ from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision
 from r3.policy.lora import attach, factors
 from r3.policy.transformer_config import transformer_config
-from r3.policy.weight_slots import HeadLayout, load, slots, split
+from r3.policy.weight_slots import load, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir, step_folders
@@ -164,7 +164,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         adapters = attach(alone, chunks[0], order.shape, mesh)
         with CheckpointReader(alone.model.path) as reader:
             reader.require(order.shape)
-            load(slots(chunks, order.shape, mesh), reader.read, HeadLayout.of(order.shape))
+            load(slots(chunks, order.shape, mesh), reader.read, order.shape)
         adapters.start(keep=True)
     checkpoint.load_weights(order.found, chunks, mesh)
     if order.adapter:
@@ -191,9 +191,8 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
 def _tensors(
     chunks: list[object], shape: ModelShape, mesh: Mesh
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = HeadLayout.of(shape)
     for slot in slots(chunks, shape, mesh):
-        yield from zip(slot.hf, split(slot.kind, slot.tensor, heads), strict=True)
+        yield from zip(slot.hf, split(slot.kind, slot.tensor, shape), strict=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

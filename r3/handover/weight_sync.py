@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,9 @@ from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import joined, write_checkpoint
 from r3.models.lora import adapted_tensors
+from r3.models.shape import ModelShape
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
-from r3.policy.weight_slots import HeadLayout, join_shards, split
+from r3.policy.weight_slots import join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
@@ -108,27 +109,26 @@ class Published:
 
 
 def gather(
-    plan: SyncPlan[S], read_shard: Callable[[ShardId], torch.Tensor], heads: HeadLayout
+    plan: SyncPlan[S], read_shard: Callable[[ShardId], torch.Tensor], shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every full tensor once under its Hugging Face name, in the order of the plan.
 
     Args:
         plan: what to read.
         read_shard: returns the tensor of a shard of the plan.
-        heads: how q, k and v are interleaved.
+        shape: the model's.
     """
     for first in plan.tensors.values():
-        yield from _tensors(first, read_shard, heads)
+        yield from _tensors(first, read_shard, shape)
 
 
 def _tensors(
-    first: Shard, read_shard: Callable[[ShardId], torch.Tensor], heads: HeadLayout
+    first: Shard, read_shard: Callable[[ShardId], torch.Tensor], shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the full tensors that a Megatron tensor is made of."""
     full = join_shards(first.kind, [read_shard((first.name, i)) for i in range(first.count)])
-    if first.rows:
-        full = full[: first.rows]  # a vocabulary padded to the ranks
-    yield from zip(first.hf, split(first.kind, full, heads), strict=True)
+    full = full[: first.rows]  # a vocabulary is padded to the ranks
+    yield from zip(first.hf, split(first.kind, full, shape), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,6 @@ class WeightStream:
             hosts: overrides the machine of each rank, to test the network path on one machine.
         """
         self._policy, self._device, self._mesh = policy, device, mesh
-        self._heads: HeadLayout = policy.heads
         handles = tuple(policy.share_parameters())
         self._own_buffers = policy.shared_buffers()
         self._addresses = self._places()
@@ -238,8 +237,6 @@ class WeightStream:
         shards = [item.shards for item in self._published]
         self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
         self._steps = reading_steps(self._plan)
-        # By number of a step: what it reads, if that is memory of the policy itself.
-        self._views: dict[int, list[tuple[str, torch.Tensor] | ExpertBlock]] = {}
         self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
@@ -267,18 +264,8 @@ class WeightStream:
                 and slot.tensor.dtype == buffer.dtype
             ), f"{slot.name} is in none of the shared buffers"
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
-            yield PlacedShard(
-                name=slot.name,
-                hf=slot.hf,
-                kind=slot.kind,
-                index=slot.index,
-                count=slot.count,
-                buffer=number,
-                offset=offset,
-                shape=tuple(slot.tensor.shape),
-                rows=slot.rows,
-                item_size=slot.tensor.element_size(),
-            )
+            of_slot = {each.name: getattr(slot, each.name) for each in fields(Shard)}
+            yield PlacedShard(**of_slot, buffer=number, offset=offset)
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor once, in a fixed order, as detached views or new tensors.
@@ -287,7 +274,7 @@ class WeightStream:
         Nobody may write to the policy's weights meanwhile.
         """
         self._require_place()
-        yield from gather(self._plan, self._read_shard, self._heads)
+        yield from gather(self._plan, self._read_shard, self._policy.shape)
         self._made = None
 
     def read_blocks(
@@ -299,36 +286,19 @@ class WeightStream:
             only: names of tensors, with all experts of a layer or none; None: all tensors.
         """
         self._require_place()
-        for number, step in enumerate(self._steps):
+        for step in self._steps:
             of_step = step.first.hf if isinstance(step, ExpertRun) else step.hf
             if only is not None and only.isdisjoint(of_step):
                 continue
-            items = self._views.get(number)
-            if items is None:
-                items = list(self._items(step))
-                if self._is_view(step):
-                    self._views[number] = items
-            yield from items
+            if not isinstance(step, ExpertRun):
+                yield from _tensors(step, self._read_shard, self._policy.shape)
+                continue
+            shape = (step.count, *step.first.shape)
+            tensor = self._read(step.source, step.first, shape, crossing=step.crossing)
+            yield ExpertBlock(
+                layer=step.layer, first=step.expert, is_down=step.is_down, tensor=tensor
+            )
         self._made = None
-
-    def _items(
-        self, step: PlacedShard | ExpertRun
-    ) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
-        if not isinstance(step, ExpertRun):
-            yield from _tensors(step, self._read_shard, self._heads)
-            return
-        shape = (step.count, *step.first.shape)
-        tensor = self._read(step.source, step.first, shape, crossing=step.crossing)
-        yield ExpertBlock(layer=step.layer, first=step.expert, is_down=step.is_down, tensor=tensor)
-
-    def _is_view(self, step: PlacedShard | ExpertRun) -> bool:
-        """Whether reading a step copies nothing: its tensors are the buffers', which never move."""
-        if self._policy.makes_weights:
-            return False
-        if isinstance(step, ExpertRun):
-            return not step.crossing
-        # Heads are copied where q, k and v are interleaved.
-        return step.count == 1 and step.kind != "qkv" and (step.name, 0) not in self._plan.crossing
 
     def _places(self) -> list[int]:
         """Addresses of the buffers that are shared."""

@@ -76,11 +76,8 @@ def planned_shards(
 
     def add(name: str, rule: Rule, prefix: str, size: int, *, expert: int | None = None) -> None:
         sizes = list(rule.hf.values())
-        is_sharded, rows, first = (
-            rule.kind != "replicated",
-            sum(each[0] for each in sizes),
-            sizes[0],
-        )
+        is_sharded, first = rule.kind != "replicated", sizes[0]
+        rows = sum(each[0] for each in sizes)
         count = size if is_sharded else 1
         if rule.kind == "row":
             local: tuple[int, ...] = (*first[:-1], first[-1] // count)

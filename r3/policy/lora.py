@@ -32,7 +32,7 @@ from r3.models.peft import adapter_reader
 from r3.models.rules import Kind, conversion_rules
 from r3.models.shape import ModelShape
 from r3.policy.quantised_weight import QuantisedWeight
-from r3.policy.weight_slots import HeadLayout, Slot, slots, views
+from r3.policy.weight_slots import Slot, slots, views
 from r3.runtime.device import storage_of, to_host
 from r3.runtime.mesh import Axis, Mesh
 
@@ -50,7 +50,7 @@ class Adapter:
         kind: how the parameter is sharded.
         axis: over which ranks.
         is_expert: the parameter is that of all experts of this rank.
-        heads: how q, k and v are interleaved.
+        shape: the model's.
         a: [r, in], or [experts, r, in].
         b: [out, r], or [experts, out, r].
         scale: factor of the product.
@@ -62,7 +62,7 @@ class Adapter:
     kind: Kind
     axis: Axis
     is_expert: bool
-    heads: HeadLayout
+    shape: ModelShape
     a: nn.Parameter
     b: nn.Parameter
     scale: float
@@ -76,7 +76,7 @@ class Adapter:
         """The matrix inside the parameter, or inside a tensor of its shape."""
         if self.is_expert:
             return like_weight.chunk(2, 1)[self.part] if self.kind == "gated" else like_weight
-        return views(self.kind, like_weight, self.heads)[self.part]
+        return views(self.kind, like_weight, self.shape)[self.part]
 
     def matrix(self, like_weight: torch.Tensor) -> torch.Tensor:
         """The same in the checkpoint's order of rows, float32: [out, in] or [experts, out, in]."""
@@ -413,7 +413,7 @@ def _adapter(
         kind=slot.kind,
         axis=axis,
         is_expert=match is not None,
-        heads=HeadLayout.of(shape),
+        shape=shape,
         a=nn.Parameter((a if match else a[0]).clone().to(weight.device)),
         b=nn.Parameter((b if match else b[0]).clone().to(weight.device)),
         scale=config.lora.scale(rank),

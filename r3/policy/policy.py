@@ -30,7 +30,7 @@ from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.teacher import Teachers
 from r3.policy.transformer_config import transformer_config
-from r3.policy.weight_slots import HeadLayout, Slot, load, slots
+from r3.policy.weight_slots import Slot, load, slots
 from r3.routing.replay import (
     Replay,
     ReplayLedger,
@@ -72,7 +72,6 @@ class Policy(ScoringPolicy):
         # First: a teacher leaves the device before the policy fills it.
         self.teachers = Teachers(config, device, mesh) if config.algo.teacher else None
         self.megatron = transformer_config(config, shape)
-        self.heads = HeadLayout.of(shape)
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         planned = experts_kind(config, shape) == "fused" and not config.replay.plausibility
         self.replay: Replay = attach_replay(
@@ -93,7 +92,7 @@ class Policy(ScoringPolicy):
         self.slots: list[Slot] = slots(chunks, shape, mesh)
         with CheckpointReader(config.model.path) as reader:
             reader.require(shape)
-            load(self.slots, reader.read, self.heads)
+            load(self.slots, reader.read, shape)
         self.optimizer.reload_model_params()  # updates the float32 main parameters
         self._adapters = list(adapters_of(chunks))
         for adapters in self._adapters:

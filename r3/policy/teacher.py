@@ -20,7 +20,7 @@ from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, in_precision
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.transformer_config import transformer_config
-from r3.policy.weight_slots import HeadLayout, load, slots
+from r3.policy.weight_slots import load, slots
 from r3.routing.replay import attach_replay
 from r3.runtime.device import Device, to_host
 from r3.runtime.mesh import Mesh
@@ -43,10 +43,9 @@ class Teacher(ScoringPolicy):
         chunks = build_chunks(config, shape, megatron, mesh, device)
         self.replay = attach_replay(chunks, shape.moe_layers, mesh.pp)
         self.wrapped, _ = in_precision(megatron, chunks)
-        heads = HeadLayout.of(shape)
         with CheckpointReader(path) as reader:
             reader.require(shape)
-            load(slots(chunks, shape, mesh), reader.read, heads)
+            load(slots(chunks, shape, mesh), reader.read, shape)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._weights = [(parameter, to_host(parameter)) for parameter in parameters]
         device.synchronize()

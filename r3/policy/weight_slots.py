@@ -14,77 +14,43 @@ import torch
 
 from r3.models.rules import Kind, Rule, conversion_rules
 from r3.models.shape import ModelShape
+from r3.models.sharding import Shard
 from r3.runtime.mesh import Mesh
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadLayout:
-    """How q, k and v are interleaved.
-
-    Attributes:
-        queries_per_group: query heads per key-value group.
-        head_dim: dimensions per head.
-        gated: each query head is followed by its output gate, which Megatron has after all query
-            heads of the group.
-    """
-
-    queries_per_group: int
-    head_dim: int
-    gated: bool = False
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> HeadLayout:
-        """Return the layout of a model."""
-        return cls(
-            queries_per_group=shape.num_heads // shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            gated=shape.output_gate,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot(Shard):
     """One Megatron tensor of this rank, or one expert's slice of a stacked one.
 
     Attributes:
-        name: Megatron's name with global layer and expert numbers.
-        hf: the HF tensors it is made of, in the order they are joined.
-        kind: how the full tensor is sharded.
-        index, count: this rank has shard `index` of `count`.
         tensor: the local tensor itself.
-        rows: rows of the joined HF tensors. A padded vocabulary has more rows in Megatron.
     """
 
-    name: str
-    hf: tuple[str, ...]
-    kind: Kind
-    index: int
-    count: int
     tensor: torch.Tensor
-    rows: int
 
 
-def views(kind: Kind, tensor: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
+def views(kind: Kind, tensor: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     """Return a view of each HF tensor inside a Megatron tensor, full or sharded.
 
-    Views of q, k and v are `[groups, rows per group, ...]`; with an output gate that of q is
+    Views of q, k and v are `[groups, rows per group, ...]`. With an output gate each query head is
+    followed by its gate, which Megatron has after all query heads of the group: the view of q is
     `[groups, heads, 2, rows per head, ...]`.
     """
     if kind == "gated":
         return list(tensor.chunk(2, 0))
     if kind == "qkv":
-        queries = (2 if heads.gated else 1) * heads.queries_per_group * heads.head_dim
-        width = [queries, heads.head_dim, heads.head_dim]
+        heads, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+        width = [(2 if shape.output_gate else 1) * heads * size, size, size]
         q, k, v = tensor.unflatten(0, (-1, sum(width))).split(width, 1)
-        if heads.gated:
-            q = q.unflatten(1, (2, heads.queries_per_group, heads.head_dim)).transpose(1, 2)
+        if shape.output_gate:
+            q = q.unflatten(1, (2, heads, size)).transpose(1, 2)
         return [q, k, v]
     return [tensor]
 
 
-def split(kind: Kind, full: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
+def split(kind: Kind, full: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     """Split a full Megatron tensor into its HF tensors."""
-    parts = views(kind, full, heads)
+    parts = views(kind, full, shape)
     if kind != "qkv":
         return parts
     return [part.flatten(0, part.dim() - full.dim()) for part in parts]
@@ -130,8 +96,10 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
             kind=rule.kind,
             index=axis.rank if is_sharded else 0,
             count=axis.size if is_sharded else 1,
-            tensor=tensor.detach(),
+            shape=tuple(tensor.shape),
             rows=sum(size[0] for size in rule.hf.values()),
+            item_size=tensor.element_size(),
+            tensor=tensor.detach(),
         )
 
     def slots_of(chunk: Any, name: str, tensor: torch.Tensor) -> Iterator[Slot]:
@@ -184,7 +152,7 @@ def _tensors(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], heads: HeadLayout) -> None:
+def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], shape: ModelShape) -> None:
     """Load this rank's tensors from a checkpoint, one slice of one HF tensor at a time.
 
     Args:
@@ -192,11 +160,11 @@ def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], heads: HeadL
         read: `read(name, dim, index, count)` returns slice `index` of `count` along `dim` of an HF
             tensor. Interleaved and gated tensors are filled part by part: rank i takes slice i of
             q, of k and of v, or of gate and of up.
-        heads: how q, k and v are interleaved.
+        shape: the model's.
     """
     for slot in slots_:
         dim = -1 if slot.kind == "row" else 0
-        for part, name in zip(views(slot.kind, slot.tensor, heads), slot.hf, strict=True):
+        for part, name in zip(views(slot.kind, slot.tensor, shape), slot.hf, strict=True):
             piece = read(name, dim, slot.index, slot.count)
             if slot.kind == "qkv":
                 piece = piece.view(part.shape)

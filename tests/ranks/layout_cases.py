@@ -171,7 +171,7 @@ def gradients(
     mesh, policy = build(device, config)
     require_planned(policy)
     with CheckpointReader(model) as reader:
-        load(policy.slots, reader.read, policy.heads)  # as the policy did, and counted
+        load(policy.slots, reader.read, policy.shape)  # as the policy did, and counted
         sizes = [slot.tensor.nbytes for slot in policy.slots]
         bytes_read, largest_read = reader.bytes_read / sum(sizes), reader.largest_read / max(sizes)
     (batch,) = batches_of(

@@ -110,7 +110,7 @@ def against_transformers(device: Device, *, rows: str, model: str) -> AgainstTra
         for slot in policy.slots
         for name, part in zip(
             slot.hf,
-            split(slot.kind, full_gradients(policy)[slot.name][2], policy.heads),
+            split(slot.kind, full_gradients(policy)[slot.name][2], policy.shape),
             strict=True,
         )
     }

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,13 @@ from r3.models.hf_checkpoint import (
     write_checkpoint,
 )
 from r3.models.rules import Kind
-from r3.policy.weight_slots import HeadLayout, Slot, join_shards, load, split
+from r3.models.shape import ModelShape
+from r3.policy.weight_slots import Slot, join_shards, load, split
 
 pytestmark = pytest.mark.unit
 
 MIB = 2**20
-HEADS = HeadLayout(queries_per_group=2, head_dim=4)
+SHAPE = replace(ModelShape.read(assets.TINY_MOE), num_heads=8, num_kv_heads=4, head_dim=4)
 # kind -> HF tensors of one Megatron tensor: hidden size 6, 4 key-value groups of 2 query heads of 4
 PARTS: dict[Kind, list[tuple[int, ...]]] = {
     "replicated": [(5, 6)],
@@ -48,7 +50,15 @@ def _memory(key: str) -> int:
 
 def _slot(kind: Kind, names: list[str], tensor: torch.Tensor, index: int, count: int) -> Slot:
     return Slot(
-        name="it", hf=tuple(names), kind=kind, index=index, count=count, tensor=tensor, rows=0
+        name="it",
+        hf=tuple(names),
+        kind=kind,
+        index=index,
+        count=count,
+        shape=tuple(tensor.shape),
+        rows=0,
+        item_size=tensor.element_size(),
+        tensor=tensor,
     )
 
 
@@ -68,14 +78,14 @@ def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(
                 load(
                     [_slot(kind, list(tensors), held, index, count if kind != "replicated" else 1)],
                     reader.read,
-                    HEADS,
+                    SHAPE,
                 )
                 assert reader.bytes_read == held.nbytes, (
                     "a rank reads what it holds and not a byte more"
                 )
                 assert reader.largest_read <= held.nbytes
             slices.append(held)
-        whole = split(kind, join_shards(kind, slices), HEADS)
+        whole = split(kind, join_shards(kind, slices), SHAPE)
         assert all(
             torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True)
         )
@@ -90,7 +100,7 @@ def test_interleaving_puts_each_group_of_queries_before_its_key_and_value(tmp_pa
     save_file(tensors, str(tmp_path / "model.safetensors"))
     second = torch.empty(32, 1)
     with CheckpointReader(tmp_path) as reader:
-        load([_slot("qkv", ["q", "k", "v"], second, 1, 2)], reader.read, HEADS)
+        load([_slot("qkv", ["q", "k", "v"], second, 1, 2)], reader.read, SHAPE)
     expected = [
         *range(16, 24),
         *range(108, 112),
@@ -110,7 +120,7 @@ def test_rows_of_a_padded_vocabulary_are_zero(tmp_path: Path) -> None:
         load(
             [_slot("column", ["embed"], part, i, 4) for i, part in enumerate(slices)],
             reader.read,
-            HEADS,
+            SHAPE,
         )
         assert reader.bytes_read == vocabulary.nbytes
     assert torch.equal(torch.cat(slices), torch.cat([vocabulary, torch.zeros(3, 6)]))

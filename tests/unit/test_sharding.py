@@ -24,7 +24,6 @@ from r3.engine.experts import StackedExperts, expert_matrices
 from r3.handover.weight_sync import gather
 from r3.models.shape import ModelShape
 from r3.models.sharding import Shard, ShardId, SyncPlan, planned_shards, sync_plans
-from r3.policy.weight_slots import HeadLayout
 from tests.memory import peak_bytes
 
 pytestmark = pytest.mark.unit
@@ -91,7 +90,7 @@ def layouts(world: int, *, moe: bool) -> Iterator[ParallelConfig]:
 
 
 def cut(
-    hf: list[torch.Tensor], kind: str, index: int, count: int, heads: HeadLayout
+    hf: list[torch.Tensor], kind: str, index: int, count: int, shape: ModelShape
 ) -> torch.Tensor:
     """One rank's part of a Megatron tensor, row by row."""
     if kind == "replicated":
@@ -109,37 +108,31 @@ def cut(
         return torch.stack([half[index * rows + row] for half in hf for row in range(rows)])
     assert kind == "qkv"
     query, key, value = hf
-    groups = len(key) // heads.head_dim // count
+    groups = len(key) // shape.head_dim // count
     picked_rows = []
     for group in range(index * groups, (index + 1) * groups):
-        wide = heads.queries_per_group * heads.head_dim
+        wide = shape.num_heads // shape.num_kv_heads * shape.head_dim
         picked_rows += [query[group * wide + row] for row in range(wide)]
         for part in (key, value):
-            picked_rows += [part[group * heads.head_dim + row] for row in range(heads.head_dim)]
+            picked_rows += [part[group * shape.head_dim + row] for row in range(shape.head_dim)]
     return torch.stack(picked_rows)
 
 
 def memory_of(
-    shards: list[list[Shard]], weights: dict[str, torch.Tensor], heads: HeadLayout
+    shards: list[list[Shard]], weights: dict[str, torch.Tensor], shape: ModelShape
 ) -> Memory:
     """What every rank has: its own pieces, cut out of the full tensors."""
     made: dict[ShardId, torch.Tensor] = {}
     for shard in (shard for own in shards for shard in own):
         if (shard.name, shard.index) not in made:
             hf = [weights[name] for name in shard.hf]
-            piece = cut(hf, shard.kind, shard.index, shard.count, heads).clone()
+            piece = cut(hf, shard.kind, shard.index, shard.count, shape).clone()
             assert tuple(piece.shape) == shard.shape, shard
             made[shard.name, shard.index] = piece
     return [
         {(shard.name, shard.index): made[shard.name, shard.index] for shard in own}
         for own in shards
     ]
-
-
-def heads_of(shape: ModelShape) -> HeadLayout:
-    return HeadLayout(
-        queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
-    )
 
 
 def reading(plan: SyncPlan[Shard], memory: Memory) -> Callable[[ShardId], torch.Tensor]:
@@ -150,7 +143,7 @@ def reading(plan: SyncPlan[Shard], memory: Memory) -> Callable[[ShardId], torch.
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_planned_pieces_gather_to_the_full_tensors(architecture: str, world: int) -> None:
     shape = shape_of(architecture)
-    weights, heads = random_weights(shape), heads_of(shape)
+    weights = random_weights(shape)
     hosts_of = {
         "one machine": ["a"] * world,
         "two machines": ["a" if rank < world / 2 else "b" for rank in range(world)],
@@ -159,10 +152,10 @@ def test_planned_pieces_gather_to_the_full_tensors(architecture: str, world: int
     count = 0
     for parallel in layouts(world, moe=bool(shape.moe_layers)):
         shards = [planned_shards(shape, parallel, world, rank, 4) for rank in range(world)]
-        memory = memory_of(shards, weights, heads)
+        memory = memory_of(shards, weights, shape)
         for hosts, reader in product(hosts_of.values(), range(world)):
             plan = SyncPlan.make(shards, hosts, reader)
-            gathered = list(gather(plan, reading(plan, memory), heads))
+            gathered = list(gather(plan, reading(plan, memory), shape))
             assert len(gathered) == len(weights), "a tensor is read twice, or not at all"
             for name, tensor in gathered:
                 assert torch.equal(tensor, weights[name]), (parallel, reader, name)
@@ -191,13 +184,13 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
     shape = shape_of("Qwen3MoeForCausalLM")
-    weights, heads = random_weights(shape), heads_of(shape)
+    weights = random_weights(shape)
     matrices = expert_matrices(shape)
     for parallel, engine_tp in product(layouts(world, moe=True), (1, 2, 4)):
         if world % engine_tp:
             continue
         shards = [planned_shards(shape, parallel, world, rank, 4) for rank in range(world)]
-        memory = memory_of(shards, weights, heads)
+        memory = memory_of(shards, weights, shape)
         for reader in range(world):
             plan = SyncPlan.make(shards, ["a"] * world, reader)
             width = shape.moe_ffn_size // engine_tp
@@ -209,7 +202,7 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
                 )
                 for layer in shape.moe_layers
             }
-            for name, tensor in gather(plan, reading(plan, memory), heads):
+            for name, tensor in gather(plan, reading(plan, memory), shape):
                 if name in matrices:
                     layer, expert, part = matrices[name]
                     layers[layer].copy(expert, part, tensor)
@@ -226,10 +219,10 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
 
 def test_a_wrong_piece_shows() -> None:
     shape = shape_of("Qwen3MoeForCausalLM")
-    weights, heads = random_weights(shape), heads_of(shape)
+    weights = random_weights(shape)
     parallel = ParallelConfig(tp=2, ep=2, etp=1)
     shards = [planned_shards(shape, parallel, 2, rank, 4) for rank in range(2)]
-    memory = memory_of(shards, weights, heads)
+    memory = memory_of(shards, weights, shape)
     plan = SyncPlan.make(shards, ["a"] * 2, 0)
     swapped = {("decoder.layers.1.self_attention.linear_qkv.weight", i): 1 - i for i in (0, 1)}
 
@@ -238,7 +231,7 @@ def test_a_wrong_piece_shows() -> None:
         return memory[plan.sources[shard_id[0], index]][shard_id[0], index]
 
     wrong = [
-        name for name, tensor in gather(plan, read, heads) if not torch.equal(tensor, weights[name])
+        name for name, tensor in gather(plan, read, shape) if not torch.equal(tensor, weights[name])
     ]
     assert wrong == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     del shards[1][-1]  # the last expert's second matrix, which no other rank has
@@ -256,9 +249,9 @@ def test_copies_of_a_sync_never_exceed_one_layer(parallel: ParallelConfig) -> No
             **{"architectures": ["Qwen3MoeForCausalLM"], **_COMMON, **_MOE, **sizes},
         }
     )
-    weights, heads = random_weights(shape), heads_of(shape)
+    weights = random_weights(shape)
     shards = [planned_shards(shape, parallel, 4, rank, 4) for rank in range(4)]
-    memory = memory_of(shards, weights, heads)
+    memory = memory_of(shards, weights, shape)
     plan = SyncPlan.make(shards, ["a"] * 4, 1)
 
     parts = Counter(map(layer_of, weights))
@@ -266,7 +259,7 @@ def test_copies_of_a_sync_never_exceed_one_layer(parallel: ParallelConfig) -> No
     def sync(plan: SyncPlan[Shard]) -> None:
         kept: dict[str, list[torch.Tensor]] = {}
         read = reading(plan, memory)
-        for name, tensor in gather(plan, lambda shard_id: read(shard_id).clone(), heads):
+        for name, tensor in gather(plan, lambda shard_id: read(shard_id).clone(), shape):
             layer = layer_of(name)
             kept.setdefault(layer, []).append(tensor)
             if len(kept[layer]) == parts[layer]:
