@@ -85,8 +85,10 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
         assert rest == 0, f"{values_N.shape[0]} tokens are not a multiple of tp"
         return values_N[mesh.tp.rank * part : (mesh.tp.rank + 1) * part]
 
-    columns = ("tokens_N", "targets_N", "positions_N", "loss_mask_N", "sampled_N", "current_N")
-    columns += ("rollout_logprobs_N", "advantages_N", "sequence_weights_N")
+    columns = (
+        *("tokens_N", "targets_N", "positions_N", "loss_mask_N", "sampled_N", "current_N"),
+        *("rollout_logprobs_N", "advantages_N", "sequence_weights_N"),
+    )
     captured_N = seen_by_routers(mine(micro_batch.captured_N))
     real_N = seen_by_routers(mine(micro_batch.real_N))
     return LocalTokens(
