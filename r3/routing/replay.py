@@ -56,6 +56,10 @@ class RouterTap(RouterReplay):
         self.plausibility = plausibility
         self.topk: int = router.topk
         self._router = router
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset all state."""
         self.mode: Mode = "live"
         self.training = False
         self._loaded: torch.Tensor | None = None
@@ -72,7 +76,6 @@ class RouterTap(RouterReplay):
         self.used: torch.Tensor | None = None
         # One entry per forward, see `ReplayLedger`.
         self.counts: list[torch.Tensor] = []
-        self.shapes: list[torch.Tensor] = []
         self.loads: list[torch.Tensor] = []
         self.consumed: list[torch.Tensor] = []
         self.rows = 0
@@ -137,8 +140,9 @@ class RouterTap(RouterReplay):
             routes_NK = (
                 self._plausible(ranked, live_NK, asked_NK) if self.plausibility else asked_NK
             )
-            self.counts.append(_counts(ranked, live_NK, asked_NK, routes_NK, captured_N))
-            self.shapes.append(self._shape_of(ranked, live_NK, captured_N))
+            self.counts.append(
+                _counts(self._router, ranked, live_NK, asked_NK, routes_NK, captured_N)
+            )
             chosen = captured_N.long()[:, None].expand_as(routes_NK).flatten()
             load_E = chosen.new_zeros(scores.shape[1])
             self.loads.append(load_E.scatter_add_(0, routes_NK.flatten(), chosen))
@@ -172,21 +176,6 @@ class RouterTap(RouterReplay):
             limit = weakest * self.plausibility
         return refilled(asked_NK, scores.gather(1, asked_NK) >= limit, live_NK)
 
-    def _shape_of(
-        self, scores: torch.Tensor, live_NK: torch.Tensor, captured_N: torch.Tensor
-    ) -> torch.Tensor:
-        """Return sums over captured rows, float64 [2]; see `ReplayLedger.shapes`."""
-        others = scores.scatter(1, live_NK, -math.inf).amax(-1)
-        gap_N = (scores.gather(1, live_NK).amin(-1) - others).clamp(max=_MAX_GAP)
-        if self._router.expert_bias is not None:
-            scores = scores - self._router.expert_bias
-        if _ranks_logits(self._router):
-            gates = scores.float().softmax(-1)
-        else:
-            gates = scores.float() / scores.float().sum(-1, keepdim=True)
-        entropy_N = torch.special.entr(gates).sum(-1)
-        return (torch.stack([entropy_N, gap_N.float()]).double() * captured_N).sum(-1)
-
     def leftovers(self) -> str:
         """Describe what was loaded and not used; empty if everything was used."""
         parts = []
@@ -195,15 +184,6 @@ class RouterTap(RouterReplay):
         if self._recomputations:
             parts.append(f"{len(self._recomputations)} recomputations never ran")
         return f"layer {self.layer}: {', '.join(parts)}" if parts else ""
-
-    def clear(self) -> None:
-        """Reset all state."""
-        self.mode, self.training = "live", False
-        self._loaded = self._captured_N = self._loaded_sizes = self.sizes = self.used = None
-        self.forwards, self.backward_of = 0, None
-        self._recomputations.clear()
-        self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
-        self.shapes, self.loads = [], []
 
 
 def _ranked(router: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -233,18 +213,29 @@ def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tens
 
 
 def _counts(
+    router: Any,
     scores: torch.Tensor,
     live_NK: torch.Tensor,
     asked_NK: torch.Tensor,
     routes_NK: torch.Tensor,
     captured_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Return one forward's sums over captured rows, float64 [3]; see `ReplayLedger.counts`."""
+    """Return one forward's sums over captured rows, float64 [5]; see `ReplayLedger.counts`."""
     is_live = torch.zeros_like(scores, dtype=torch.bool).scatter(1, live_NK, True)
+    weakest_N = scores.gather(1, live_NK).amin(-1)
     agreed_N = is_live.gather(1, asked_NK).all(-1)
-    margin_N = scores.gather(1, live_NK).amin(-1) - scores.gather(1, asked_NK).amin(-1)
+    margin_N = weakest_N - scores.gather(1, asked_NK).amin(-1)
     replaced_N = (routes_NK != asked_NK).sum(-1)
-    return (torch.stack([agreed_N, margin_N, replaced_N]).double() * captured_N).sum(-1)
+    gap_N = (weakest_N - scores.masked_fill(is_live, -math.inf).amax(-1)).clamp(max=_MAX_GAP)
+    gates = scores if router.expert_bias is None else scores - router.expert_bias
+    gates = gates.float().softmax(-1) if _ranks_logits(router) else _shares(gates.float())
+    entropy_N = torch.special.entr(gates).sum(-1)
+    rows_5N = torch.stack([agreed_N, margin_N, replaced_N, entropy_N, gap_N.float()])
+    return (rows_5N.double() * captured_N).sum(-1)
+
+
+def _shares(scores: torch.Tensor) -> torch.Tensor:
+    return scores / scores.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,11 +245,10 @@ class ReplayLedger:
     Attributes:
         layers: global numbers of this rank's MoE layers: L below.
         rows: captured rows that were compared, per layer.
-        counts: float64 [L, 3] on the device; None if nothing was replayed. Per layer, over captured
+        counts: float64 [L, 5] on the device; None if nothing was replayed. Per layer, over captured
             rows: rows whose live top-k equals the replayed set; the sum of margins (weakest live
             score minus weakest replayed score, in the units the router chooses by); slots that the
-            plausibility filter gave to another expert.
-        shapes: float64 [L, 2] on the device, as `counts`: sums of the entropy of the live router's
+            plausibility filter gave to another expert; sums of the entropy of the live router's
             distribution, and of the gap between the weakest live expert and the best other one.
         loads: choices per expert over captured rows, int64 [L, E] on the device.
         consumed: (token, layer) slots that were replayed, routed live and filled, int64 [3] on the
@@ -271,7 +261,6 @@ class ReplayLedger:
     layers: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     counts: torch.Tensor | None = None
-    shapes: torch.Tensor | None = None
     loads: torch.Tensor | None = None
     consumed: torch.Tensor | None = None
     topk: int = 0
@@ -281,21 +270,20 @@ class ReplayLedger:
 
 def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
     """Return agreement of live and replayed routes, in all and per layer, in one transfer."""
-    if ledger.counts is None or ledger.shapes is None:
+    if ledger.counts is None:
         return {}
-    table = torch.cat([ledger.counts, ledger.shapes], 1).tolist()
-    counts = [row[:3] for row in table]
-    agreed, margin, replaced = (sum(column) for column in zip(*counts, strict=True))
+    table = ledger.counts.tolist()
+    agreed, margin, replaced, entropy, gap = (sum(column) for column in zip(*table, strict=True))
     rows = sum(ledger.rows)
     metrics: dict[str, Partial] = {
         "routing/agreement": Mean(agreed, rows),
         "routing/margin": Mean(margin, rows - agreed),
-        "routing/router_entropy": Mean(sum(row[3] for row in table), rows),
-        "routing/router_gap": Mean(sum(row[4] for row in table), rows),
+        "routing/router_entropy": Mean(entropy, rows),
+        "routing/router_gap": Mean(gap, rows),
     }
     if ledger.filtered:
         metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
-    for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, counts, strict=True):
+    for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, table, strict=True):
         metrics[f"routing/agreement_layer/{layer}"] = Mean(same, compared)
     return metrics
 
@@ -417,7 +405,6 @@ class Replay:
             layers=tuple(tap.layer for tap in taps),
             rows=tuple(tap.rows for tap in taps),
             counts=torch.stack([torch.stack(tap.counts).sum(0) for tap in taps]),
-            shapes=torch.stack([torch.stack(tap.shapes).sum(0) for tap in taps]),
             loads=torch.stack([torch.stack(tap.loads).sum(0) for tap in taps]),
             consumed=torch.stack([rows for tap in taps for rows in tap.consumed]).sum(0),
             topk=taps[0].topk,

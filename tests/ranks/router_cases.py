@@ -283,8 +283,8 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
         by_router[name] = Filtered(
             used=used.tolist(),
             gathered=torch.equal(values, seen.gather(1, used)),
-            counts=tap.counts[0].tolist(),
-            shapes=tap.shapes[0].tolist(),
+            counts=tap.counts[0][:3].tolist(),
+            shapes=tap.counts[0][3:].tolist(),
         )
         tap.clear()
     foreign = random_routes(np.random.default_rng(2), len(TOKENS), 2, TOPK)
