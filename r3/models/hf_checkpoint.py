@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -277,40 +278,53 @@ def write_checkpoint(
         metadata: written to `r3.json`: where the weights come from.
         bytes_per_file: largest file, and the host memory that is needed.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     file_of: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     total = pending_bytes = files = 0
 
-    def flush() -> None:
-        nonlocal pending, pending_bytes, files
-        if pending:
-            files += 1
-            name = f"model-{files:05d}.safetensors"
-            (partial / name).touch()  # with the mode that the umask says; safetensors' own is 0600
-            mode = (partial / name).stat().st_mode
-            save_file(pending, str(partial / name), metadata={"format": "pt"})
-            (partial / name).chmod(mode)
-            file_of.update(dict.fromkeys(pending, name))
-            pending, pending_bytes = {}, 0
+    with whole_folder(folder) as partial:
 
-    for name, tensor in weights:
-        host = tensor.detach().to(device="cpu", copy=True).contiguous()
-        if pending_bytes + host.nbytes > bytes_per_file:
-            flush()
-        pending[name] = host
-        pending_bytes += host.nbytes
-        total += host.nbytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name, content in _for_export(small_files, dtype).items():
-        (partial / name).parent.mkdir(exist_ok=True)
-        (partial / name).write_bytes(content)
-    (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
+        def flush() -> None:
+            nonlocal pending, pending_bytes, files
+            if pending:
+                files += 1
+                name = f"model-{files:05d}.safetensors"
+                save(pending, partial / name)
+                file_of.update(dict.fromkeys(pending, name))
+                pending, pending_bytes = {}, 0
+
+        for name, tensor in weights:
+            host = tensor.detach().to(device="cpu", copy=True).contiguous()
+            if pending_bytes + host.nbytes > bytes_per_file:
+                flush()
+            pending[name] = host
+            pending_bytes += host.nbytes
+            total += host.nbytes
+        flush()
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        for name, content in _for_export(small_files, dtype).items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_bytes(content)
+        (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` after the block, if all went well."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
     replace_folder(partial, folder)
+
+
+def save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file with the mode that the umask says; the library's own is 0600."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def replace_folder(partial: Path, final: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from r3.config import LoraConfig
-from r3.models.hf_checkpoint import replace_folder
+from r3.models.hf_checkpoint import save, whole_folder
 from r3.models.lora import factor_names, scale_in
 from r3.models.shape import ModelShape
 
@@ -98,16 +96,9 @@ def write_adapter(
         b = b * (lora.scale(len(a)) / scale_in(config, name))
         for factor, tensor in zip(factor_names(name), (a, b), strict=True):
             tensors[factor] = tensor.cpu().contiguous()
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    file = partial / "adapter_model.safetensors"
-    file.touch()  # with the mode that the umask says; safetensors' own is 0600
-    mode = file.stat().st_mode
-    save_file(tensors, str(file), metadata={"format": "pt"})
-    file.chmod(mode)
-    (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
-    replace_folder(partial, folder)
+    with whole_folder(folder) as partial:
+        save(tensors, partial / "adapter_model.safetensors")
+        (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
 
 
 def adapter_reader(

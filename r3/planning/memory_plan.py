@@ -506,16 +506,17 @@ class Fit:
     Attributes:
         device_gib: memory of a device.
         parts: phase -> part -> bytes, as `memory` returns them.
-        needs_gib: phase -> GiB that it needs on each rank.
-        certain_gib: phase -> GiB of the parts that are certain (`CERTAIN`).
         cached_sequences: sequences of maximum length that the KV cache of one engine holds.
     """
 
     device_gib: float
     parts: Mapping[str, Mapping[str, float]]
-    needs_gib: Mapping[str, float]
-    certain_gib: Mapping[str, float]
     cached_sequences: float
+
+    @property
+    def needs_gib(self) -> dict[str, float]:
+        """Phase -> GiB that it needs on each rank."""
+        return {phase: sum(parts.values()) / GIB for phase, parts in self.parts.items()}
 
     @property
     def usable_gib(self) -> float:
@@ -539,19 +540,10 @@ class Fit:
 
 def fit(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> Fit:
     """Compare the plan with devices of `device_gib`."""
-    phases = memory(config, shape, world_size, device_gib)
-    return Fit(
-        device_gib=device_gib,
-        parts=phases,
-        needs_gib={phase: sum(parts.values()) / GIB for phase, parts in phases.items()},
-        certain_gib={
-            phase: sum(parts.get(name, 0.0) for name in CERTAIN) / GIB
-            for phase, parts in phases.items()
-        },
-        cached_sequences=phases["GENERATE"]["KV cache"] / sequence_bytes(config, shape)
-        if config.uses_engine
-        else math.inf,
-    )
+    phases, cached = memory(config, shape, world_size, device_gib), math.inf
+    if config.uses_engine:
+        cached = phases["GENERATE"]["KV cache"] / sequence_bytes(config, shape)
+    return Fit(device_gib=device_gib, parts=phases, cached_sequences=cached)
 
 
 @lru_cache

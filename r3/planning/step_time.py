@@ -23,7 +23,7 @@ from r3.planning.memory_plan import (
 RANKS_PER_MACHINE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """Memory and peak rates of a GPU, from its vendor's data sheet.
 
@@ -47,21 +47,13 @@ class Gpu:
 
 
 GPUS: Mapping[str, Gpu] = {
-    name: Gpu(
-        name=name,
-        gib=gib,
-        tflops=tflops,
-        memory_gbs=memory_gbs,
-        link_gbs=link,
-        host_gbs=host,
-        network_gbs=network,
-    )
-    for name, gib, tflops, memory_gbs, link, host, network in (
-        ("a100-40", 40, 312, 1555, 300, 32, 25),
-        ("a100-80", 80, 312, 2039, 300, 32, 25),
-        ("h100", 80, 989, 3350, 450, 64, 50),
-        ("h200", 141, 989, 4800, 450, 64, 50),
-        ("b200", 180, 2250, 8000, 900, 64, 50),
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40", 40, 312, 1555, 300, 32, 25),
+        Gpu("a100-80", 80, 312, 2039, 300, 32, 25),
+        Gpu("h100", 80, 989, 3350, 450, 64, 50),
+        Gpu("h200", 141, 989, 4800, 450, 64, 50),
+        Gpu("b200", 180, 2250, 8000, 900, 64, 50),
     )
 }
 DEFAULT_GPU = GPUS["h100"]
@@ -119,12 +111,8 @@ def offload_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu
     """Seconds to take the optimizer's state to the host and back, as often as it goes."""
     often = {"kept": 0, "resident": 1, "streamed": config.train.updates_of_step}
     times = often[config.train.optimizer]
-    return (
-        2
-        * times
-        * optimizer_bytes(config, shape, world_size)
-        / _per_s(gpu.host_gbs, EFFICIENCY.host)
-    )
+    moved = 2 * times * optimizer_bytes(config, shape, world_size)
+    return moved / _per_s(gpu.host_gbs, EFFICIENCY.host)
 
 
 def _per_s(gbs: float, share: float = EFFICIENCY.links) -> float:

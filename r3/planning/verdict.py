@@ -183,13 +183,13 @@ def memory_problems(
         rule = f"{share:.1f} GiB of the device are less than the engine's weights, {weights:.1f}"
         fix = _remedy(config, shape, world_size, gpu)
         return [Problem("engine.memory_fraction", engine.memory_fraction, rule, fix)], []
-    phase, needs = max(found.certain_gib.items(), key=lambda item: item[1])
-    if needs > gpu.gib:
-        parts = ", ".join(
-            f"{name} {size / GIB:.1f}"
-            for name, size in found.parts[phase].items()
-            if name in CERTAIN and size
-        )
+    certain = {
+        phase: {name: parts[name] / GIB for name in parts if name in CERTAIN}
+        for phase, parts in found.parts.items()
+    }
+    phase, sizes = max(certain.items(), key=lambda item: sum(item[1].values()))
+    if (needs := sum(sizes.values())) > gpu.gib:
+        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in sizes.items() if gib)
         rule = f"{phase} needs {needs:.1f} GiB on each rank without any buffers ({parts})"
         fix = _remedy(config, shape, world_size, gpu)
         return [Problem("device memory", f"{gpu.gib:.1f} GiB", rule, fix)], []
@@ -248,12 +248,16 @@ def read_host(word: str) -> float:
     Raises:
         ValueError: the word is no such number.
     """
+    return _read_gib(word, "must be GiB of memory of a machine")
+
+
+def _read_gib(word: str, rule: str) -> float:
     try:
         gib = float(word)
     except ValueError:
         gib = math.nan
     if not 0 < gib < math.inf:
-        raise ValueError("must be GiB of memory of a machine")
+        raise ValueError(rule)
     return gib
 
 
@@ -265,13 +269,8 @@ def read_gpu(word: str) -> Gpu:
     """
     if word in GPUS:
         return GPUS[word]
-    try:
-        gib = float(word)
-    except ValueError:
-        gib = math.nan
-    if not 0 < gib < math.inf:
-        raise ValueError(f"must be GiB of memory such as 80, or one of {', '.join(GPUS)}")
-    return replace(DEFAULT_GPU, gib=gib)
+    rule = f"must be GiB of memory such as 80, or one of {', '.join(GPUS)}"
+    return replace(DEFAULT_GPU, gib=_read_gib(word, rule))
 
 
 def read_plan_for(word: str) -> tuple[int, Gpu]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -187,7 +187,7 @@ class Adapters(nn.Module):
                 base = to_host(base)
             if id(weight) in own:
                 weight.requires_grad_()
-                weight.register_post_accumulate_grad_hook(_Projection(self, len(self.bases)))
+                weight.register_post_accumulate_grad_hook(_projection(self, len(self.bases)))
             adapters = own.get(id(weight), [])
             self.bases.append(Made(weight=weight, base=base, adapters=adapters, layer=layer))
         self._in_layers = {storage_of(made.weight): made for made in self.bases if made.layer}
@@ -300,19 +300,19 @@ class Adapters(nn.Module):
         return found
 
 
-class _Projection:
-    """Hook of a merged parameter. It does not keep the adapters, which know the parameter, alive:
-    Python's garbage collection does not see through hooks.
+def _projection(adapters: Adapters, number: int) -> Callable[[torch.Tensor], None]:
+    """Return a hook of a merged parameter. It does not keep the adapters, which know the parameter,
+    alive: Python's garbage collection does not see through hooks.
     """
+    reference = weakref.ref(adapters)
 
-    def __init__(self, adapters: Adapters, number: int) -> None:
-        self._adapters, self._number = weakref.ref(adapters), number
-
-    def __call__(self, weight: torch.Tensor) -> None:
+    def project(weight: torch.Tensor) -> None:
         gradient, weight.grad = weight.grad, None
-        adapters = self._adapters()
+        adapters = reference()
         if adapters is not None and gradient is not None:
-            adapters.project(self._number, gradient)
+            adapters.project(number, gradient)
+
+    return project
 
 
 def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapters:

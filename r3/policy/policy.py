@@ -17,13 +17,7 @@ from r3.metrics.reduce import Mean, PerLayer
 from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
-from r3.policy.build import (
-    build_chunks,
-    experts_kind,
-    learning_rate,
-    let_go,
-    wrap,
-)
+from r3.policy.build import build_chunks, experts_kind, learning_rate, let_go, wrap
 from r3.policy.lora import adapters_of
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss
@@ -345,21 +339,12 @@ class Policy(ScoringPolicy):
         partials: dict[str, Any] = {
             # Ranks and micro-batches add up to the update's loss. The mean is over the updates.
             "loss/total": Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
-            "loss/clip_frac": mean("clipped"),
             "policy/entropy": mean("entropy"),
         }
         if self.config.train.objective == "sft":  # nothing was sampled to be clipped or compared
-            del partials["loss/clip_frac"]
             total = -float((column["logprobs"] * mask).sum())
             return partials | {"loss/nll": Mean(total=total, count=count)} | routing
-        for name, key in (("kl", "loss/kl_ref"), ("kl_teacher", "loss/kl_teacher")):
-            if name in column:
-                partials[key] = mean(name)
-        for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
-            if name in column:
-                partials[key] = mean(name)
-        if "kl_old" in column:
-            partials["policy/kl_old"] = mean("kl_old")
+        partials |= {key: mean(name) for name, key in _OF_LOSS.items() if name in column}
         # The first update's own forward is at the rollout's weights.
         if panel:
             panel_metrics = mismatch(
@@ -375,18 +360,25 @@ class Policy(ScoringPolicy):
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         for optimizer in chained(self.optimizer):
-            for parameter, _ in getattr(optimizer, "model_param_gbuf_map", {}).items():
+            for parameter in getattr(optimizer, "model_param_gbuf_map", ()):
                 if getattr(parameter, "is_router", False):
                     owned = optimizer._get_model_param_range_map(parameter)["param"]
-                    squares += (
-                        parameter.main_grad.view(-1)[owned.start : owned.end]
-                        .double()
-                        .square()
-                        .sum()
-                    )
+                    own = parameter.main_grad.view(-1)[owned.start : owned.end]
+                    squares += own.double().square().sum()
         self.mesh.dp_cp.all_reduce(squares)
         self.mesh.pp.all_reduce(squares)
         return float(squares.sqrt())
+
+
+# What `policy_loss` may return -> its metric.
+_OF_LOSS = {
+    "clipped": "loss/clip_frac",
+    "kl": "loss/kl_ref",
+    "kl_teacher": "loss/kl_teacher",
+    "weight": "correction/weight_mean",
+    "cut": "correction/cut_frac",
+    "kl_old": "policy/kl_old",
+}
 
 
 def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:

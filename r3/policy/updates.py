@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
 from r3.policy.objective import NONE_MADE, Passes
 from r3.routing.replay import Mode, routing_metrics
-from r3.types import Batch, MicroBatch, Update
+from r3.types import Batch, MicroBatch
 from r3.user_code.algorithm import advantage_of
 
 ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
@@ -126,7 +126,8 @@ def train_on(
         if epochs > 1:
             names = [name for name in _OF_EPOCHS if name in metrics]
             report({f"{name}_epoch_{epoch + 1}": metrics[name] for name in names})
-        report_update(policy, update, report)
+        if policy.mesh.world.rank == 0:  # it is the same on every rank: one reports it
+            report({f"optim/{name}": Mean(value, 1.0) for name, value in asdict(update).items()})
     return shaped
 
 
@@ -245,20 +246,6 @@ def _live(policy: Policy, first: Sequence[MicroBatch], tokens: int, *, turn: int
         is_sampled_N=is_sampled_N[own].to(policy.device.torch),
         live=_panel(policy, policy.score([part], mode="live"), shadow),
     )
-
-
-def report_update(
-    policy: Policy, update: Update, report: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Report what the optimizer did. It is the same on every rank: one reports it."""
-    if policy.mesh.world.rank == 0:
-        report(
-            {
-                "optim/grad_norm": Mean(update.grad_norm, 1.0),
-                "optim/router_grad_norm": Mean(update.router_grad_norm, 1.0),
-                "optim/lr": Mean(update.lr, 1.0),
-            }
-        )
 
 
 def take_kl_from_reward(
