@@ -142,14 +142,13 @@ def _bins(ids: Sequence[int], lengths_R: Sequence[int], count: int) -> list[tupl
         load, number = heap[0]
         bins[number].append(i)
         heapq.heapreplace(heap, (load + lengths_R[i], number))
-    return [_equal_lengths_together(sorted(members), lengths_R) for members in bins]
-
-
-def _equal_lengths_together(members: Sequence[int], lengths_R: Sequence[int]) -> tuple[int, ...]:
-    by_length: dict[int, list[int]] = {}
-    for i in members:
-        by_length.setdefault(lengths_R[i], []).append(i)
-    return tuple(chain.from_iterable(by_length.values()))
+    packed = []
+    for members in bins:
+        by_length: dict[int, list[int]] = {}
+        for i in sorted(members):
+            by_length.setdefault(lengths_R[i], []).append(i)
+        packed.append(tuple(chain.from_iterable(by_length.values())))
+    return packed
 
 
 def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:

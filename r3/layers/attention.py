@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from r3.layers.rope import Rotation
-from r3.layers.windows import Attention, Flash, Kernel, Plain
+from r3.layers.windows import Attention, Flash, Plain
 
 
 @dataclass
@@ -171,7 +171,7 @@ class CausalAttention(MegatronModule):
         sinks_h = self.sinks
         if sinks_h is None:
             sinks_h = torch.full(query.shape[1:2], -torch.inf, device=query.device)
-        kernel: Kernel
+        kernel: Plain | Flash
         if query.is_cuda and dtype in (torch.float16, torch.bfloat16):
             borders, longest = packed.cu_seqlens_device, int(packed.max_seqlen_q)
             kernel = Flash(borders=borders, longest=longest, scale=self.scale, window=self.window)

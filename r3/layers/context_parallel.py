@@ -65,42 +65,29 @@ class ContextParallelAttention(CausalAttention):
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[rows]
             for x in (key, value)
         )
-        grouped = query.shape[-2] != key.shape[-2]
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._varlen_rectangular(query, key, value, query_lengths, key_lengths)
-        parts = zip(
+            borders_q, borders_k = (
+                torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
+                for lengths in (query_lengths, key_lengths)
+            )
+            longest = (max(query_lengths), max(key_lengths))
+            return causal_varlen(
+                query, key, value, borders_q, borders_k, *longest, scale=self.scale
+            )
+        out = []
+        for q, k, v in zip(
             query.split(query_lengths),
             key.split(key_lengths),
             value.split(key_lengths),
             strict=True,
-        )
-        return torch.cat([self._chunk(q, k, v, grouped) for q, k, v in parts])
-
-    def _chunk(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool
-    ) -> torch.Tensor:
-        """Attend from one chunk to itself and all before it: causal, aligned at the end."""
-        queries, keys = query.shape[0], key.shape[0]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)),
-            attn_mask=mask,
-            scale=self.scale,
-            enable_gqa=grouped,
-        )
-        return out[0].transpose(0, 1)
-
-    def _varlen_rectangular(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        query_lengths: list[int],
-        key_lengths: list[int],
-    ) -> torch.Tensor:
-        borders_q, borders_k = (
-            torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
-            for lengths in (query_lengths, key_lengths)
-        )
-        longest = (max(query_lengths), max(key_lengths))
-        return causal_varlen(query, key, value, borders_q, borders_k, *longest, scale=self.scale)
+        ):
+            # From one chunk to itself and all before it: causal, aligned at the end.
+            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+            attended = F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q, k, v)),
+                attn_mask=mask.tril(len(k) - len(q)),
+                scale=self.scale,
+                enable_gqa=q.shape[-2] != k.shape[-2],
+            )
+            out.append(attended[0].transpose(0, 1))
+        return torch.cat(out)

@@ -34,13 +34,11 @@ class GatedDelta(MegatronModule):
         assert config.tensor_model_parallel_size == config.context_parallel_size == 1, (
             "gated delta layers are not divided over ranks"
         )
-        self.sizes, dtype = sizes, config.params_dtype
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype))
-
+        self.sizes = sizes
         for name, shape in sizes.tensor_shapes(config.hidden_size).items():
-            self.register_parameter(parameter_name(name), weight(*shape))
+            # `r3.models.rules` knows these names.
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            self.register_parameter(name.replace(".", "_"), weight)
 
     def forward(
         self,
@@ -105,11 +103,6 @@ class GatedDelta(MegatronModule):
             beta.flatten(1),
             decay.flatten(1),
         )
-
-
-def parameter_name(name: str) -> str:
-    """Name of a parameter here, given that of its tensor in the checkpoint."""
-    return name.replace(".", "_")
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,8 @@ def _parts(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Slots of [N * K] by expert, their rows of [N], and how many of them each expert has."""
     flat = experts_NK.flatten()
-    elsewhere, *sizes = _sizes(flat, num_experts)
+    # How many slots have expert -1, 0, ..., num_experts - 1.
+    elsewhere, *sizes = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
     slots_S = flat.argsort(stable=True)[elsewhere:]
     rows_S = slots_S.div(experts_NK.shape[1], rounding_mode="floor")
     if multiple > 1:
@@ -138,11 +139,6 @@ def _parts(
         )
         sizes = [size + more for size, more in zip(sizes, missing, strict=True)]
     return slots_S, rows_S, sizes
-
-
-def _sizes(experts: torch.Tensor, num_experts: int) -> list[int]:
-    """How many slots have expert -1, 0, ..., num_experts - 1."""
-    return torch.bincount(experts + 1, minlength=num_experts + 1).tolist()
 
 
 def _each(sizes: list[int], *values_S: torch.Tensor) -> Iterator[tuple[Any, ...]]:

@@ -12,21 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Kernel(Protocol):
-    """Causal attention over packed [t, h, d], with as many key heads as query heads."""
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of the scores, float32 or wider, [t, h]."""
-
-    def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return gradients of q, k, v, given that of the output, q, k, v, output, log-sum-exp."""
 
 
 class Attention(torch.autograd.Function):
@@ -39,7 +27,7 @@ class Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks_h: torch.Tensor,
-        kernel: Kernel,
+        kernel: Plain | Flash,
     ) -> torch.Tensor:
         out, sums_th = kernel.forward(query, key, value)
         whole_th = torch.logaddexp(sums_th, sinks_h.to(sums_th.dtype))
@@ -60,7 +48,8 @@ class Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """Products of torch, once for all neighbours of equal length.
+    """Causal attention over packed [t, h, d], with as many key heads as query heads: products of
+    torch, once for all neighbours of equal length.
 
     Attributes:
         lengths: of the sequences.
@@ -74,7 +63,7 @@ class Plain:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """Return the output and the log-sum-exp of the scores, float32 or wider, [t, h]."""
         found = []
         for q, k, v in self._runs(query, key, value):
             scores = self._scores(q, k)
@@ -86,7 +75,7 @@ class Plain:
         return out, sums[..., 0]
 
     def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """Return gradients of q, k, v, given that of the output, q, k, v, output, log-sum-exp."""
         *rest, sums_th = tensors
         found = []
         for d_out, q, k, v, out, sums in self._runs(*rest, sums_th[..., None]):
@@ -115,7 +104,7 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class Flash:
-    """torch's flash attention, in half precision on CUDA.
+    """The same by torch's flash attention, in half precision on CUDA.
 
     Attributes:
         borders: of the sequences, int32 on the device.
@@ -135,7 +124,7 @@ class Flash:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """See `Plain`."""
         where = self.borders, self.borders, self.longest, self.longest, 0.0, not self.window
         out, sums_ht, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *where, False, **self._options()
@@ -143,7 +132,7 @@ class Flash:
         return out, sums_ht.t()
 
     def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """See `Plain`."""
         *rest, sums_th = tensors
         where = self.borders, self.borders, self.longest, self.longest, 0.0, not self.window
         state = torch.zeros(2, dtype=torch.uint64, device=sums_th.device)  # of a dropout

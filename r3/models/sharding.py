@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -120,34 +120,6 @@ def planned_shards(
     return found
 
 
-def plan_reads(
-    holders: Mapping[ShardId, Collection[int]], hosts: Sequence[str], reader: int
-) -> tuple[dict[ShardId, int], set[ShardId]]:
-    """Decide which rank `reader` takes each shard from, and which shards must cross the network.
-
-    Args:
-        holders: shard -> ranks that have it.
-        hosts: machine of each rank.
-        reader: the rank that reads.
-
-    Returns:
-        The source of every shard: the reader itself, else a rank of its machine (readers spread
-        over the replicas), else the lowest rank that has it. And the shards that no rank of some
-        machine has: all ranks take part in sending those, from the lowest rank that has it.
-    """
-    sources: dict[ShardId, int] = {}
-    crossing: set[ShardId] = set()
-    machines = set(hosts)
-    for shard_id, ranks in holders.items():
-        near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
-        if {hosts[rank] for rank in ranks} != machines:
-            crossing.add(shard_id)
-            sources[shard_id] = min(ranks)
-        else:
-            sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
-    return sources, crossing
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What a rank reads in a weight sync: number of shards, and bytes.
@@ -199,8 +171,22 @@ class SyncPlan(Generic[S]):
         hosts: Sequence[str],
         reader: int,
     ) -> SyncPlan[S]:
-        """Plan the reads of rank `reader`, given what `collect` returned."""
-        sources, crossing = plan_reads(holders, hosts, reader)
+        """Plan the reads of rank `reader`, given what `collect` returned.
+
+        A shard's source is the reader itself, else a rank of its machine (readers spread over the
+        replicas), else the lowest rank that has it. All ranks send together, from the lowest rank
+        that has it, a shard that no rank of some machine has.
+        """
+        sources: dict[ShardId, int] = {}
+        crossing: set[ShardId] = set()
+        machines = set(hosts)
+        for shard_id, ranks in holders.items():
+            near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
+            if {hosts[rank] for rank in ranks} != machines:
+                crossing.add(shard_id)
+                sources[shard_id] = min(ranks)
+            else:
+                sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
         return cls(
             tensors=tensors, holders=holders, sources=sources, crossing=crossing, reader=reader
         )

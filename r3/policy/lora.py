@@ -70,7 +70,8 @@ class Adapter:
     @property
     def shards(self) -> dict[str, int | None]:
         """Dimension, from the end, along which each factor is sharded; None = it is whole."""
-        return {"a": -1 if self.kind == "row" else None, "b": _SHARDED_B[self.kind]}
+        by_rows = self.kind not in ("replicated", "row")
+        return {"a": -1 if self.kind == "row" else None, "b": -2 if by_rows else None}
 
     def view(self, like_weight: torch.Tensor) -> torch.Tensor:
         """The matrix inside the parameter, or inside a tensor of its shape."""
@@ -94,15 +95,6 @@ class Adapter:
         gradient = self.matrix(of_weight)
         self.a.main_grad.add_(self.b.mT @ gradient, alpha=self.scale)
         self.b.main_grad.add_(gradient @ self.a.mT, alpha=self.scale)
-
-
-_SHARDED_B: dict[Kind, int | None] = {
-    "replicated": None,
-    "row": None,
-    "column": -2,
-    "qkv": -2,
-    "gated": -2,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

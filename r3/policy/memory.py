@@ -185,7 +185,7 @@ class TrainingMemory:
 
 def _tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """Yield (parameter of AdamW, key, tensor) of one of Megatron's optimizers."""
-    for g, group in enumerate(getattr(optimizer, "shard_fp32_from_float16_groups", None) or []):
+    for g, group in enumerate(optimizer.shard_fp32_from_float16_groups):
         for k, parameter in enumerate(group):
             if parameter is not None:
                 yield parameter, f"{number}/main/{g}/{k}", parameter.data
@@ -235,5 +235,4 @@ def chained(optimizer: Any) -> list[Any]:
 
     Those without parameters are left out.
     """
-    every = list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
-    return [each for each in every if not each.is_stub_optimizer]
+    return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -71,13 +71,10 @@ class Device:
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
-        elif sys.platform == "linux" and free_heap_bytes() >= self._kept_bytes():
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-    @staticmethod
-    def _kept_bytes() -> float:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return KEPT_SHARE * host_gib() * GIB / ranks
+        elif sys.platform == "linux":
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if free_heap_bytes() >= KEPT_SHARE * host_gib() * GIB / ranks:
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def used_gib(self) -> float:
         """Memory in use in GiB: of the whole device on CUDA, the resident set of this process on
@@ -211,16 +208,13 @@ def free_port() -> int:
     ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
     room = int(ports.read_text().split()[0]) - 10000 if ports.exists() else 0
     drawn = [10000 + secrets.randbelow(room) for _ in range(20)] if room > 0 else []
-    for wanted in [*drawn, 0]:  # 0: the kernel chooses one
-        with socket.socket() as probe:
-            try:
+    with socket.socket() as probe:
+        for wanted in drawn:
+            with suppress(OSError):
                 probe.bind(("127.0.0.1", wanted))
-            except OSError:
-                if wanted == 0:
-                    raise
-                continue
-            return int(probe.getsockname()[1])
-    raise AssertionError("the last attempt returns or raises")
+                return wanted
+        probe.bind(("127.0.0.1", 0))  # the kernel chooses one
+        return int(probe.getsockname()[1])
 
 
 def has_gpu() -> bool:
@@ -232,9 +226,8 @@ def device_gib() -> float | None:
     """Memory in GiB of the GPU that `init_device` will use; None on CPU."""
     if not has_gpu():
         return None
-    return (
-        torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory / GIB
-    )
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.cuda.get_device_properties(number).total_memory / GIB
 
 
 def select_device() -> None:
@@ -257,7 +250,6 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
     select_device()
     if not is_cuda:
         torch.set_num_threads(openmp_threads(os.environ["OMP_NUM_THREADS"]))
-    if not is_cuda:
         keep_freed_memory()
     if not dist.is_initialized():
         share_gloo_thread()
@@ -340,12 +332,8 @@ def machine_id() -> str:
     not see each other's processes: shared tensors are opened through /proc.
     """
     processes = Path("/proc/self/ns/pid")
-    parts = [
-        os.uname().nodename,
-        boot_id(),
-        os.readlink(processes) if processes.is_symlink() else "",
-    ]
-    return ":".join(parts)
+    space = os.readlink(processes) if processes.is_symlink() else ""
+    return f"{os.uname().nodename}:{boot_id()}:{space}"
 
 
 class _HeapState(ctypes.Structure):
@@ -468,15 +456,13 @@ def share(tensor: torch.Tensor) -> SharedTensor:
         f"stride {tensor.stride()}, offset {tensor.storage_offset()}"
     )
     if tensor.is_cuda:
-        _, arguments = reductions.reduce_tensor(tensor.detach())
-        assert arguments[6] == tensor.device.index, "torch changed the layout of its IPC arguments"
-        return SharedTensor(
-            transport="cuda-ipc", payload=arguments, dtype=tensor.dtype, numel=tensor.numel()
-        )
-    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
-    payload = (os.getpid(), descriptor, size)
+        transport, (_, payload) = "cuda-ipc", reductions.reduce_tensor(tensor.detach())
+        assert payload[6] == tensor.device.index, "torch changed the layout of its IPC arguments"
+    else:
+        descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+        transport, payload = "shared-memory", (os.getpid(), descriptor, size)
     return SharedTensor(
-        transport="shared-memory", payload=payload, dtype=tensor.dtype, numel=tensor.numel()
+        transport=transport, payload=payload, dtype=tensor.dtype, numel=tensor.numel()
     )
 
 
@@ -627,10 +613,9 @@ class Stash:
             # done.
             self.pinned[key] = to_host(tensor, self.pinned.get(key))
         else:
-            file = self.files.get(key)
-            if file is None:
-                file = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115
-                self.files[key] = file
+            if key not in self.files:
+                self.files[key] = tempfile.TemporaryFile(prefix="r3-stash-")
+            file = self.files[key]
             file.seek(0)
             file.write(_memory_of(tensor, size))
             file.flush()

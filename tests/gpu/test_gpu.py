@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3.kernels import moe
-from r3.layers.windows import Attention, Flash, Kernel, Plain
+from r3.layers.windows import Attention, Flash, Plain
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint
@@ -76,7 +76,7 @@ def test_windows_and_sinks_on_the_device_equal_plain_torch() -> None:
     weight = torch.randn(sum(lengths), 4, 64)
     borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
-    def run(kernel: Kernel, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    def run(kernel: Plain | Flash, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         tensors = [each.to(device, dtype).requires_grad_() for each in given]
         out = Attention.apply(*tensors, kernel)
         gradients = torch.autograd.grad((out.float() * weight.to(device)).sum(), tensors)
