@@ -70,10 +70,8 @@ class ContextParallelAttention(CausalAttention):
                 torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
                 for lengths in (query_lengths, key_lengths)
             )
-            longest = (max(query_lengths), max(key_lengths))
-            return causal_varlen(
-                query, key, value, borders_q, borders_k, *longest, scale=self.scale
-            )
+            lengths = (borders_q, borders_k, max(query_lengths), max(key_lengths))
+            return causal_varlen(query, key, value, *lengths, scale=self.scale)
         out = []
         for q, k, v in zip(
             query.split(query_lengths),

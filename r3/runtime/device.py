@@ -614,7 +614,7 @@ class Stash:
             self.pinned[key] = to_host(tensor, self.pinned.get(key))
         else:
             if key not in self.files:
-                self.files[key] = tempfile.TemporaryFile(prefix="r3-stash-")
+                self.files[key] = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115
             file = self.files[key]
             file.seek(0)
             file.write(_memory_of(tensor, size))
