@@ -24,12 +24,7 @@ class GroupedExperts(MegatronModule):
     recomputes_activation = False
 
     def __init__(
-        self,
-        num_local_experts: int,
-        config: Any,
-        *,
-        pg_collection: Any,
-        **_: Any,
+        self, num_local_experts: int, config: Any, *, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config=config)
         assert config.gated_linear_unit, "experts are gated"
@@ -46,9 +41,6 @@ class GroupedExperts(MegatronModule):
         self.w2 = nn.Parameter(
             torch.empty(num_local_experts, hidden, ffn // tp, dtype=config.params_dtype)
         )
-        if config.perform_initialization:
-            config.init_method(self.w1)
-            config.output_layer_init_method(self.w2)
         biases: list[tuple[nn.Parameter, int]] = []
         if config.add_bias_linear:
             assert tp == 1, "experts with biases are whole on a rank"
