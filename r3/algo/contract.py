@@ -52,20 +52,24 @@ class _Fault(Exception):
 
 def check_loss(loss: Loss, bounds: Bounds = USUAL_BOUNDS) -> list[Finding]:
     """Give a loss to all checks of losses. What the loss raises passes through."""
-    return _findings(lambda inputs: loss(inputs, bounds), LOSS_CHECKS)
+    return _findings(
+        LOSS_CHECKS, lambda check: check(lambda inputs: loss(inputs, bounds), example_inputs())
+    )
 
 
 def check_advantage(advantage: Advantage) -> list[Finding]:
     """Give an advantage to all checks of advantages. What it raises passes through."""
-    return _findings(advantage, ADVANTAGE_CHECKS)
+    return _findings(ADVANTAGE_CHECKS, lambda check: check(advantage))
 
 
-def _findings(function: Any, checks: Mapping[str, Callable[[Any], None]]) -> list[Finding]:
+def _findings(
+    checks: Mapping[str, Callable[..., None]], run: Callable[[Callable[..., None]], None]
+) -> list[Finding]:
     findings = []
     for claim, check in checks.items():
         fault = ""
         try:
-            check(function)
+            run(check)
         except _Fault as error:
             fault = str(error)
         findings.append(Finding(claim, fault, required=claim not in ADVICE))
@@ -181,21 +185,18 @@ def _select(inputs: LossInputs, rows: Tensor, sequences: Sequences) -> LossInput
     return LossInputs(**tensors, sequences=sequences)
 
 
-def _loss_result(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_result(loss: _LossOfInputs, inputs: LossInputs) -> None:
     if fault := loss_fault(loss(inputs), inputs):
         raise _Fault(fault)
 
 
-def _loss_gradient(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_gradient(loss: _LossOfInputs, inputs: LossInputs) -> None:
     *_, gradient_N = _gradient_N(loss, inputs)
     if not bool((gradient_N != 0).any()):
         raise _Fault("the gradient is 0 at every token. Use inputs.logprobs_N in the loss")
 
 
-def _loss_constants(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_constants(loss: _LossOfInputs, inputs: LossInputs) -> None:
     others = {
         name: getattr(inputs, name).clone().requires_grad_()
         for name in ("old_logprobs_N", "rollout_logprobs_N")
@@ -214,8 +215,7 @@ def _loss_constants(loss: _LossOfInputs) -> None:
             )
 
 
-def _loss_unchanged(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_unchanged(loss: _LossOfInputs, inputs: LossInputs) -> None:
     before = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
     loss(inputs)
     for name, tensor in before.items():
@@ -223,8 +223,7 @@ def _loss_unchanged(loss: _LossOfInputs) -> None:
             raise _Fault(f"it changed {name}, which R3 uses afterwards. Make a new tensor instead")
 
 
-def _loss_finite(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_finite(loss: _LossOfInputs, inputs: LossInputs) -> None:
     on_N = inputs.on_N
     cases = {
         "at usual values": inputs,
@@ -251,8 +250,7 @@ def _loss_finite(loss: _LossOfInputs) -> None:
                 )
 
 
-def _loss_masked(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_masked(loss: _LossOfInputs, inputs: LossInputs) -> None:
     off_N = ~inputs.on_N
     changed = replace(
         inputs,
@@ -273,8 +271,7 @@ def _loss_masked(loss: _LossOfInputs) -> None:
         raise _Fault("clipped_N is True at tokens without loss. Return clipped_N & inputs.on_N")
 
 
-def _loss_packing(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_packing(loss: _LossOfInputs, inputs: LossInputs) -> None:
     borders = inputs.sequences.cu_seqlens
     pieces = [torch.arange(start, end) for start, end in pairwise(borders)]
     whole_N, _, whole_gradient_N = _gradient_N(loss, inputs)
@@ -297,9 +294,8 @@ def _loss_packing(loss: _LossOfInputs) -> None:
                 )
 
 
-def _loss_ranks(loss: _LossOfInputs) -> None:
+def _loss_ranks(loss: _LossOfInputs, inputs: LossInputs) -> None:
     """Two threads stand for two ranks of context parallelism, each with half of every sequence."""
-    inputs = example_inputs()
     borders = inputs.sequences.cu_seqlens
     halves: tuple[list[int], list[int]] = ([], [])
     for start, end in pairwise(borders):
@@ -341,8 +337,7 @@ def _loss_ranks(loss: _LossOfInputs) -> None:
             )
 
 
-def _loss_on_policy(loss: _LossOfInputs) -> None:
-    inputs = example_inputs()
+def _loss_on_policy(loss: _LossOfInputs, inputs: LossInputs) -> None:
     same = inputs.rollout_logprobs_N
     *_, gradient_N = _gradient_N(loss, replace(inputs, logprobs_N=same, old_logprobs_N=same))
     expected_N = -inputs.advantages_N * inputs.loss_mask_N
@@ -362,7 +357,7 @@ def _difference(one: Tensor, other: Tensor) -> str:
     return f"{float(one[at]):.6g} instead of {float(other[at]):.6g}"
 
 
-LOSS_CHECKS: dict[str, Callable[[_LossOfInputs], None]] = {
+LOSS_CHECKS: dict[str, Callable[[_LossOfInputs, LossInputs], None]] = {
     "returns one float32 loss and one bool per token": _loss_result,
     "has a gradient with respect to inputs.logprobs_N": _loss_gradient,
     "leaves its inputs unchanged": _loss_unchanged,

@@ -148,6 +148,9 @@ def _ask(path: str, request: Callable[[], T]) -> T:
     """Return the result of a request to the hub; what fails becomes a HubError."""
     from huggingface_hub import errors
 
+    # What huggingface_hub raises without an answer, with another one, or on a full disk.
+    by_xet: Any = getattr(errors, "XetDownloadError", RuntimeError)
+    without_answer = (errors.HTTPError, OSError, RuntimeError, by_xet)
     token = "log in with `hf auth login`, or set HF_TOKEN"
     repo, revision = parsed(path)
     try:
@@ -162,7 +165,7 @@ def _ask(path: str, request: Callable[[], T]) -> T:
         raise HubError(
             "is not on the hub, or is private", f"check the name; for a private model, {token}"
         ) from None
-    except _failures() as error:
+    except without_answer as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         status = getattr(getattr(error, "response", None), "status_code", None)
         rule = f"the hub answers {status}" if status else f"the hub gives no answer: {reason[0]}"
@@ -173,14 +176,6 @@ def _ask(path: str, request: Callable[[], T]) -> T:
             "HF_ENDPOINT names another server"
         )
         raise HubError(rule, fix) from None
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises without an answer, with another one, or on a full disk."""
-    from huggingface_hub import errors
-
-    by_xet: Any = getattr(errors, "XetDownloadError", RuntimeError)
-    return errors.HTTPError, OSError, RuntimeError, by_xet
 
 
 def _require_room(path: str, size: int) -> None:

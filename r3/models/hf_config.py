@@ -41,25 +41,19 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "architectures": (list,),
-    "bos_token_id": (int, list),
-    "eos_token_id": (int, list),
-    "layer_types": (list,),
-    "mlp_only_layers": (list,),
-    "pad_token_id": (int,),
-    "rms_norm_eps": (int, float),
-    "rope_parameters": (dict,),
-    "rope_scaling": (dict,),
-    "rope_theta": (int, float),
-    "tie_word_embeddings": (bool,),
-}
-_ITEMS: dict[str, type] = {
-    "architectures": str,
-    "bos_token_id": int,
-    "eos_token_id": int,
-    "layer_types": str,
-    "mlp_only_layers": int,
+# Kinds of a key's value, and of its items if it is a list.
+_KINDS: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "architectures": ((list,), str),
+    "bos_token_id": ((int, list), int),
+    "eos_token_id": ((int, list), int),
+    "layer_types": ((list,), str),
+    "mlp_only_layers": ((list,), int),
+    "pad_token_id": ((int,), None),
+    "rms_norm_eps": ((int, float), None),
+    "rope_parameters": ((dict,), None),
+    "rope_scaling": ((dict,), None),
+    "rope_theta": ((int, float), None),
+    "tie_word_embeddings": ((bool,), None),
 }
 
 
@@ -68,15 +62,13 @@ def require_kinds(values: Mapping[str, Any]) -> None:
 
     Null counts as absent.
     """
-    for name, kinds in _KINDS.items():
+    for name, (kinds, of_items) in _KINDS.items():
         value = values.get(name)
         items = value if isinstance(value, list) else []
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if value is not None and not (
-            fits and all(type(item) is _ITEMS.get(name) for item in items)
-        ):
+        if value is not None and not (fits and all(type(item) is of_items for item in items)):
             allowed = " or ".join(kind.__name__ for kind in kinds)
-            of = f" of {_ITEMS[name].__name__}" if name in _ITEMS and list in kinds else ""
+            of = f" of {of_items.__name__}" if of_items else ""
             raise ShapeError(f"key {name} must be {allowed}{of}, got {str(value)[:80]!r}")
 
 

@@ -157,13 +157,13 @@ def _fault(rollout: Rollout, policy_versions: Container[int] | None, num_experts
         refused := [v for v in rollout.policy_versions if v not in policy_versions]
     ):
         return (
-            f"{_name(rollout)}: its routes and log-probabilities are of policy version "
+            f"rollout {rollout.name}: its routes and log-probabilities are of policy version "
             f"{refused[0]}, this step trains on {policy_versions}"
         )
     routes = rollout.routed_experts
     if routes.size and not MISSING <= routes.min() <= routes.max() < num_experts:
         return (
-            f"{_name(rollout)}: experts {routes.min()} .. {routes.max()}, "
+            f"rollout {rollout.name}: experts {routes.min()} .. {routes.max()}, "
             f"the model has 0 .. {num_experts - 1}"
         )
     return ""
@@ -176,14 +176,10 @@ def _missing(rollout: Rollout, moe_layers: Sequence[int]) -> str:
         return ""
     cause = "the engine returned none of its routes, or too few"
     return (
-        f"{_name(rollout)}: no routes for position {int(rows.argmax())} in MoE layers "
+        f"rollout {rollout.name}: no routes for position {int(rows.argmax())} in MoE layers "
         f"{_listed(moe_layers)} ({count} of {len(rows)} rows missing; "
         f"{cause if count == len(rows) else 'not captured'})"
     )
-
-
-def _name(rollout: Rollout) -> str:
-    return f"rollout {rollout.name}"
 
 
 def _listed(layers: Sequence[int], limit: int = 6) -> str:

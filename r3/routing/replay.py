@@ -62,11 +62,10 @@ class RouterTap(RouterReplay):
         """Reset all state."""
         self.mode: Mode = "live"
         self.training = False
-        self._loaded: torch.Tensor | None = None
-        self._loaded_sizes: Any = None
+        # Routes of the next forward, rows to compare, and what ranks exchange for these routes.
+        self._loaded: tuple[torch.Tensor, torch.Tensor, Any] | None = None
         # What ranks exchange for the routes of the last forward, if it was planned.
         self.sizes: Any = None
-        self._captured_N: torch.Tensor | None = None
         self.forwards = 0
         # Number of the forward whose backward pass is running.
         self.backward_of: int | None = None
@@ -94,7 +93,7 @@ class RouterTap(RouterReplay):
         assert self._loaded is None, (
             f"layer {self.layer}: routes of the previous micro-batch were never used"
         )
-        self._loaded, self._captured_N, self._loaded_sizes = routes_NK, captured_N, sizes
+        self._loaded = routes_NK, captured_N, sizes
         self.rows += rows
 
     def get_replay_topk(
@@ -126,12 +125,11 @@ class RouterTap(RouterReplay):
             routes_NK = live_NK
             self.recorded.append(live_NK.to(torch.int16))
         else:
-            assert self._loaded is not None and self._captured_N is not None, (
+            assert self._loaded is not None, (
                 f"layer {self.layer}: a forward without routes loaded for it"
             )
-            loaded_NK, captured_N = self._loaded.long(), self._captured_N
-            self.sizes = self._loaded_sizes
-            self._loaded = self._captured_N = self._loaded_sizes = None
+            (loaded_NK, captured_N, self.sizes), self._loaded = self._loaded, None
+            loaded_NK = loaded_NK.long()
             assert loaded_NK.shape == (scores.shape[0], topk), (
                 f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens "
                 f"and top {topk}"
