@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 # Differences up to this, relative to the larger of 1 and the rewards, are rounding. A sum of some
@@ -15,10 +16,8 @@ TOLERANCE = 1e-9
 
 def are_equal(rewards: Collection[float]) -> bool:
     """Whether rewards differ by rounding alone; true for none or one."""
-    if not rewards:
-        return True
-    low, high = min(rewards), max(rewards)
-    return high - low <= TOLERANCE * max(1.0, abs(low), abs(high))
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    return math.isclose(low, high, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def reaches(reward: float, bound: float = 1.0) -> bool:

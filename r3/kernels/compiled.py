@@ -2,7 +2,8 @@
 
 Numba compiles a loop at its first call, which takes a second or more, and keeps the machine code on
 disk for the next process (`r3.kernels.cache`). NumPy has no bfloat16: its bits are uint16 in a
-loop, which reads them by `wide` and writes them by `like`.
+loop, which reads them by `wide` and writes them by `like`. Loops have no annotations: Numba finds
+the types.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ with AVX2 16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import carray
@@ -32,9 +30,7 @@ _AHEAD = 8
 
 
 @compiled
-def _reading_order(
-    cache: Any, table: Any, lengths: Any, key_heads: Any, D: Any, block: Any, size: Any
-) -> Any:
+def _reading_order(cache, table, lengths, key_heads, D, block, size):
     """List the tiles in the order in which they are read.
 
     Args:
@@ -66,7 +62,7 @@ def _reading_order(
 
 
 @compiled
-def _softmax(scores: Any, length: Any, lanes: Any) -> Any:
+def _softmax(scores, length, lanes):
     """Replace scores by exp(score - largest), those from `length` on by 0; return their sum.
 
     Args:
@@ -100,7 +96,7 @@ def _softmax(scores: Any, length: Any, lanes: Any) -> Any:
 
 
 @compiled
-def _attend(addresses: Any, distances: Any, sizes: Any, scale: Any, similar: Any) -> None:
+def _attend(addresses, distances, sizes, scale, similar):
     """Compute `attend`.
 
     Args:

@@ -6,8 +6,6 @@ differs here. The function at the end checks sizes and types, the loop checks ex
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import carray
@@ -19,16 +17,7 @@ _PACKED = 16  # weights of an input that follow each other, whatever the process
 
 
 @inlined
-def _product(
-    tokens: Any,
-    inputs: Any,
-    weights: Any,
-    sums: Any,
-    width: Any,
-    count: Any,
-    following: Any,
-    similar: Any,
-) -> None:
+def _product(tokens, inputs, weights, sums, width, count, following, similar):
     """Multiply `count` tokens by a packed weight, [width / 16, inputs, 16]; all are addresses.
 
     `following` is the address of what is read after it.
@@ -43,7 +32,7 @@ def _product(
 
 
 @compiled
-def _activate(both: Any, inner: Any, count: Any, stored: Any) -> None:
+def _activate(both, inner, count, stored):
     """Compute silu(gate) * up of the first rows, rounded to the type of `stored`."""
     width = inner.shape[1]
     for row in range(count):
@@ -54,7 +43,7 @@ def _activate(both: Any, inner: Any, count: Any, stored: Any) -> None:
 
 
 @compiled
-def _experts(addresses: Any, sizes: Any, similar: Any) -> None:
+def _experts(addresses, sizes, similar):
     """Compute `experts`.
 
     Args:

@@ -12,8 +12,6 @@ One thread runs the loops, on processors with AVX-512 or AVX2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from llvmlite import ir
@@ -50,21 +48,21 @@ def can_compute(dtype: torch.dtype) -> bool:
 
 
 @intrinsic
-def at(typingctx: Any, address: Any, similar: Any) -> Any:
+def at(typingctx, address, similar):
     """Return a pointer to numbers of the type in the array `similar`."""
     pointer = types.CPointer(similar.dtype)
 
-    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def build(context, builder, signature, values):
         return builder.inttoptr(values[0], context.get_value_type(pointer))
 
     return pointer(types.intp, similar), build
 
 
 @intrinsic
-def fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def fused(typingctx, a, b, c):
     """Return a * b + c of float32 numbers, rounded once."""
 
-    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def build(context, builder, signature, values):
         kind = ir.FunctionType(_FLOAT, [_FLOAT] * 3)
         return builder.call(
             cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32"), values
@@ -73,12 +71,12 @@ def fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), build
 
 
-def exponential(value: Any) -> Any:
+def exponential(value):
     """Return exp(value) with the bits that vLLM's kernels for AVX-512 have."""
 
 
 @overload(exponential, strict=False)
-def _exponential_compiled(value: Any) -> Any:
+def _exponential_compiled(value):
     # The approximation of ATen's `exp_u20` (aten/src/ATen/cpu/vec/vec512/vec512_float.h), which
     # vLLM has too. Its constants decide the last bits.
     one, half, two, log2_e = (np.float32(number) for number in (1, 0.5, 2, 1.4426950408889634))
@@ -91,7 +89,7 @@ def _exponential_compiled(value: Any) -> Any:
     )
     bias, shift = np.int32(126), np.int32(23)
 
-    def exponential(value: Any) -> Any:
+    def exponential(value):
         x = max(min(value, most), least)
         n = np.floor(fused(x, log2_e, half))
         rest = fused(-n, log_2, x)
@@ -105,17 +103,7 @@ def _exponential_compiled(value: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(
-    typingctx: Any,
-    count: Any,
-    rows: Any,
-    inputs: Any,
-    tile: Any,
-    sums: Any,
-    adds: Any,
-    ahead: Any,
-    similar: Any,
-) -> Any:
+def _multiply(typingctx, count, rows, inputs, tile, sums, adds, ahead, similar):
     """Compute `multiply` for a number of rows that is a literal."""
     if not isinstance(count, types.IntegerLiteral):
         return None
@@ -124,7 +112,7 @@ def _multiply(
     two, three = (types.UniTuple(types.intp, n) for n in (2, 3))
     signature = types.void(count, two, types.intp, three, two, types.boolean, two, similar)
 
-    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def build(context, builder, signature, values):
         _, rows, inputs, tile, sums, adds, ahead, _ = values
         (row, width), (column, step, half), (total, wide) = (
             cgutils.unpack_tuple(builder, each) for each in (rows, tile, sums)
@@ -136,10 +124,10 @@ def _multiply(
         # To read, into the second-level cache, of data
         how = [ir.Constant(_INT32, number) for number in (0, 2, 1)]
 
-        def number(value: int) -> Any:
+        def number(value):
             return ir.Constant(_INT64, value)
 
-        def pointer(address: Any, index: Any, of: Any, bytes_of: int) -> Any:
+        def pointer(address, index, of, bytes_of):
             offset = builder.mul(index, number(bytes_of))
             return builder.inttoptr(builder.add(address, offset), of.as_pointer())
 
@@ -201,9 +189,7 @@ def _multiply(
 
 
 @compiled
-def multiply(
-    count: Any, rows: Any, inputs: Any, tile: Any, sums: Any, adds: Any, ahead: Any, similar: Any
-) -> None:
+def multiply(count, rows, inputs, tile, sums, adds, ahead, similar):
     """Multiply rows by a tile of `inputs` times 32 weights, and ask for memory meanwhile.
 
     With AVX2, read 16 for 32 and 8 for 16 here.
