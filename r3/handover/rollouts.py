@@ -107,7 +107,15 @@ def distribute(
     )
     scored = [_with_smallest_routes(item, shape.num_experts) for item in scored]
     lengths = gather_lengths(scored, mesh.world)
-    plan = _plan(lengths, mesh, spec)
+    multiple, each = mesh.length_multiples
+    plan = packing.plan_updates(
+        [-(-length.tokens // each) * each for length in lengths],
+        [length.group for length in lengths],
+        num_updates=spec.num_updates,
+        num_ranks=mesh.dp.size,
+        micro_batch_tokens=spec.micro_batch_tokens,
+        multiple=multiple,
+    )
     wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
     places = [moe_layers.index(layer) for layer in wanted]
     received = _send_by_plan(scored, plan, mesh, places)
@@ -131,19 +139,6 @@ def distribute(
         num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())
         metrics["routing/bytes"] = Sum(value=float(num_bytes))
     return batches, metrics
-
-
-def _plan(lengths: Sequence[Length], mesh: Mesh, spec: PackingSpec) -> Sequence[packing.UpdatePlan]:
-    """Who trains on what; the same on every rank."""
-    multiple, each = mesh.length_multiples
-    return packing.plan_updates(
-        [-(-length.tokens // each) * each for length in lengths],
-        [length.group for length in lengths],
-        num_updates=spec.num_updates,
-        num_ranks=mesh.dp.size,
-        micro_batch_tokens=spec.micro_batch_tokens,
-        multiple=multiple,
-    )
 
 
 def _batch(

@@ -310,11 +310,13 @@ def take_kl_from_reward(
     return Shaped(batches=changed, rewards_R=shaped_R, advantages_R=advantages_R)
 
 
-def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
-    """Return metrics over this rank's tokens that the policy's present weights sampled."""
+def _panel(
+    policy: Policy, scores: TokenScores, panel: Panel, of: Sequence[torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Return metrics over this rank's marked tokens: those that the present weights sampled."""
     if not policy.reports:
         return {}
-    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared)
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared if of is None else of)
     return dict(panel(*(torch.cat(column) for column in columns)))
 
 
@@ -323,9 +325,7 @@ def pass_figures(policy: Policy, scores: TokenScores) -> dict[str, float]:
     partials: dict[str, Any] = {
         name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
     }
-    if policy.reports:
-        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
-        partials |= mismatch(*(torch.cat(column) for column in columns))
+    partials |= _panel(policy, scores, mismatch, scores.loss_mask)
     everybody = policy.mesh.world.all_gather_object(partials)
     figures = {}
     for name in set().union(*everybody):
