@@ -233,6 +233,15 @@ def _too_deep() -> ValueError:
     return ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
 
 
+def half_character(text: str) -> str:
+    """Return the first half of a character in a text, which no tokenizer takes; "" without any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
+
+
 def arguments_of(value: Any) -> Any:
     """Return arguments of a call as chat templates take them: an object for its JSON text.
 

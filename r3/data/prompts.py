@@ -21,6 +21,7 @@ from r3.data.template import Renderer
 from r3.types import Prompt
 
 _MAX_NAMED = 10
+_BATCH = 64  # rows that the tokenizer gets at once
 
 
 class DataError(ValueError):
@@ -262,40 +263,51 @@ def _prompts(
 ) -> Iterator[Prompt | RowProblem]:
     """Render and tokenise rows."""
     ids: dict[int, int] = {}  # one object per id: a list of the tokenizer has one per token
-    for row in rows:
-        offered, last = list(row.tools or tools), row.messages[-1]
-        spans: list[tuple[int, int]] = []
-        try:
-            if finder is not None:
-                tokens, spans = finder.find(row.messages, row.answers[0], offered)
-            else:
-                continued = last["role"] == "assistant"
-                found = renderer.rendered(row.messages, offered, opening=not continued)
-                # What the template closes a message with that the policy continues is left out.
-                end = found.end_of(len(row.messages) - 1) if continued else None
-                tokens = renderer.tokens(found.text[:end])
-        except TemplateFault as error:
-            rule = f"is refused by the model's chat template ({error})"
-            fix = "use roles in the order the template takes, or correct the template"
-            if isinstance(error, NotRendered):
-                rule, fix = f"does not reach the model as it is: {error}", error.fix
-            problem = RowProblem(
-                file=row.file, line=row.line, field=columns.prompt, rule=rule, fix=fix
+
+    def text_of(row: Row) -> str:
+        continued = row.messages[-1]["role"] == "assistant"
+        found = renderer.rendered(row.messages, row.tools or tools, opening=not continued)
+        # What the template closes a message with that the policy continues is left out.
+        return found.text[: found.end_of(len(row.messages) - 1)] if continued else found.text
+
+    for start in range(0, len(rows), _BATCH):
+        batch = rows[start : start + _BATCH]
+        found: list[Any] = []  # a text, tokens and their spans, or a problem
+        for row in batch:
+            try:
+                found.append(
+                    text_of(row)
+                    if finder is None
+                    else finder.find(row.messages, row.answers[0], row.tools or tools)
+                )
+            except TemplateFault as error:
+                rule = f"is refused by the model's chat template ({error})"
+                fix = "use roles in the order the template takes, or correct the template"
+                if isinstance(error, NotRendered):
+                    rule, fix = f"does not reach the model as it is: {error}", error.fix
+                found.append(
+                    RowProblem(
+                        file=row.file, line=row.line, field=columns.prompt, rule=rule, fix=fix
+                    )
+                )
+                if isinstance(error, EndlessTemplate):  # all other rows would take as long
+                    raise DataError([found[-1]]) from None
+        tokenised = iter(renderer.batch([each for each in found if isinstance(each, str)]))
+        for row, each in zip(batch, found, strict=True):
+            if isinstance(each, RowProblem):
+                yield each
+                continue
+            tokens, spans = (next(tokenised), ()) if isinstance(each, str) else each
+            yield Prompt(
+                id=f"{label}:{row.number}",
+                messages=row.messages,
+                tokens_T=tuple(map(ids.setdefault, tokens, tokens)),
+                answer=row.answers[0],
+                answers=row.answers,
+                metadata=row.columns,
+                spans=tuple(spans),
+                tools=tuple(row.tools or tools),
             )
-            if isinstance(error, EndlessTemplate):  # all other rows would take as long
-                raise DataError([problem]) from None
-            yield problem
-            continue
-        yield Prompt(
-            id=f"{label}:{row.number}",
-            messages=row.messages,
-            tokens_T=tuple(map(ids.setdefault, tokens, tokens)),
-            answer=row.answers[0],
-            answers=row.answers,
-            metadata=row.columns,
-            spans=tuple(spans),
-            tools=tuple(offered),
-        )
 
 
 def source_labels(sources: Sequence[str]) -> list[str]:

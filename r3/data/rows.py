@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from r3.config import Config, EvalSet
 from r3.config.names import kind_of
 from r3.data.conversation import (
     MessageFault,
+    half_character,
     is_learned,
     read_messages,
     read_tools,
@@ -384,14 +384,10 @@ def verifier_of(columns: Mapping[str, Any]) -> object:
     return columns.get("verifier", "gym" if "gym" in columns else None)
 
 
-_HALF = re.compile("[\ud800-\udfff]")
-
-
 def _half_character(value: Any) -> str:
     """The first lone surrogate in any string of a row, or ""; tokenizers cannot encode one."""
     if isinstance(value, str):
-        found = _HALF.search(value)
-        return found[0] if found else ""
+        return half_character(value)
     if isinstance(value, Mapping):
         parts = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple):

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
-from r3.data.conversation import MessageFault, read_message
+from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.jinja import TemplateFault
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule
 from r3.models.families import text_model
@@ -149,6 +149,8 @@ class Renderer:
         """
         marked, tools = self.marked(_read(messages)), self.marked(tools)
         found = self.template.render(marked, tools, opening=opening, rule=rule)
+        if half := half_character(found.text):
+            raise TemplateFault(f"a message holds {half!r}, half of a character")
         # Every text by itself has marks, so what the template did not write is of two of them.
         if self._count_written(found.text) > sum(map(self._count_written, found.glue)):
             raise NotRendered(
@@ -174,17 +176,13 @@ class Renderer:
         return self._marks.sub(lambda found: found[1] or _MARK, rendered)
 
     def tokens(self, text: str) -> list[int]:
-        """Tokenise rendered text, or a part of it.
+        """Tokenise rendered text, or a part of it."""
+        return self.batch([text])[0]
 
-        Raises:
-            TemplateFault: it holds half a character.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise TemplateFault(f"a message holds {half!r}, half of a character") from None
-        return self._cut(text) if _MARK in text else self._encoded(text)
+    def batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise several rendered texts at once."""
+        found = iter(self._encoded([text for text in texts if _MARK not in text]))
+        return [self._cut(text) if _MARK in text else next(found) for text in texts]
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token, which may be part of a character."""
@@ -276,12 +274,12 @@ class Renderer:
         for first, end in [*found, (len(text), len(text))]:
             piece = text[start:first]
             if _MARK in piece:
-                tokens += self._encoded(plain) + self._as_text(self.text(piece))
+                tokens += self._encoded([plain])[0] + self._as_text(self.text(piece))
                 plain = ""
             else:
                 plain += piece
             plain, start = plain + text[first:end], end
-        return tokens + self._encoded(plain)
+        return tokens + self._encoded([plain])[0]
 
     def _as_text(self, text: str) -> list[int]:
         """Tokenise a text that has no control token, only what looks like one."""
@@ -296,10 +294,12 @@ class Renderer:
         halves = self._patterns["tool"].sub(
             lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text
         )
-        return [token for half in halves.split(_MARK) for token in self._encoded(half)]
+        return [token for half in self._encoded(halves.split(_MARK)) for token in half]
 
-    def _encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return list(self._tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
     def _after(self, role: str) -> str:
         """What follows a message of the model if one of this role comes next; "" if refused."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from r3.data.conversation import half_character
 from r3.engine.route_slots import SlotRoutes
-from r3.envs.tool_calls import half_character
 
 _LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it
 _MOST_STOPS = 64  # vLLM looks for each of them after each token

@@ -169,15 +169,6 @@ def without_thoughts(text: str) -> str:
     return "".join([*said, "" if thinks else text[start:]])
 
 
-def half_character(text: str) -> str:
-    """Return the first half of a character in a text, which no tokenizer takes; "" without any."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return ""
-
-
 def call_of(name: Any, arguments: Any) -> dict[str, Any]:
     """Return a call as environments get it.
 

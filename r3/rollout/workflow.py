@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from r3.data.conversation import MessageFault, read_message
+from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.jinja import TemplateFault
 from r3.engine import Sampled, Sampling
-from r3.envs.tool_calls import Parse, Parsed, half_character
+from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import (
     CallOptions,
     Completion,
