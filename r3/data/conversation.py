@@ -35,8 +35,8 @@ _SENSES = {"image": "vision", "video": "video", "audio": "audio"}
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
-class MessageFault(ValueError):
-    """Messages or tools that cannot be shown to a model.
+class Fault(ValueError):
+    """Data that cannot be used.
 
     Attributes:
         rule: what is wrong, and where.
@@ -49,6 +49,10 @@ class MessageFault(ValueError):
 
     def __str__(self) -> str:
         return f"{self.rule}. Fix: {self.fix}"
+
+
+class MessageFault(Fault):
+    """Messages or tools that cannot be shown to a model."""
 
 
 def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:
@@ -212,10 +216,11 @@ def read_json(text: str | bytes) -> Any:
         ValueError: it is nested deeper than 100 levels, no UTF-8, or has a number that Python does
             not read.
     """
+    too_deep = ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
     try:
         value = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep from None
     level = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -226,11 +231,7 @@ def read_json(text: str | bytes) -> Any:
         ]
         if not level:
             return value
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
+    raise too_deep
 
 
 def half_character(text: str) -> str:

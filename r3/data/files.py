@@ -19,9 +19,11 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from r3.data.conversation import Fault
 from r3.user_code.loading import path_fix
 
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
@@ -48,15 +50,21 @@ _SPLITS = {
 }
 
 
-class SourceError(ValueError):
+class SourceError(Fault):
     """A source cannot be read at all."""
 
-    def __init__(self, rule: str, fix: str) -> None:
-        self.rule, self.fix = rule, fix
-        super().__init__(rule, fix)  # what unpickling gives to __init__
 
-    def __str__(self) -> str:
-        return f"{self.rule}. Fix: {self.fix}"
+def imported(name: str, rule: str) -> Any:
+    """Import a module that some sources need.
+
+    Raises:
+        SourceError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0].replace("_", "-")
+        raise SourceError(rule, f"pip install {package}") from None
 
 
 def read_json(content: bytes) -> Any:
@@ -265,18 +273,12 @@ def _table(content: bytes, delimiter: str) -> Iterator[tuple[int, Any]]:
 
 
 def _without_zstd(content: bytes) -> bytes:
-    try:
-        import pyarrow
-    except ImportError:
-        raise SourceError(".zst files need pyarrow", "pip install pyarrow") from None
+    pyarrow = imported("pyarrow", ".zst files need pyarrow")
     return bytes(pyarrow.input_stream(io.BytesIO(content), compression="zstd").read())
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise SourceError("parquet files need pyarrow", "pip install pyarrow") from None
+    parquet = imported("pyarrow.parquet", "parquet files need pyarrow")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:

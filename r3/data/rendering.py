@@ -225,21 +225,22 @@ class ChatTemplate:
 
     def _in_form(self, messages: Sequence[Message], form: _Form) -> list[dict[str, Any]]:
         """Messages as this template takes them."""
-        return [self._message(message, form) for message in messages]
-
-    def _message(self, message: Message, form: _Form) -> dict[str, Any]:
-        shown = {key: value for key, value in message.items() if key != "train"}
-        if shown["role"] == "developer" and "developer" not in self.names:
-            shown["role"] = "system"
-        if thought := shown.pop("reasoning", None):
-            shown |= {name: thought for name in REASONING if name in self.names}
-        if calls := shown.get("tool_calls"):
-            shown["content"] = shown["content"] or form.content
-            if form.as_text:
-                shown["tool_calls"] = [
-                    _with_arguments(call, _as_text(call["function"]["arguments"])) for call in calls
-                ]
-        return shown
+        found = []
+        for message in messages:
+            shown = {key: value for key, value in message.items() if key != "train"}
+            if shown["role"] == "developer" and "developer" not in self.names:
+                shown["role"] = "system"
+            if thought := shown.pop("reasoning", None):
+                shown |= {name: thought for name in REASONING if name in self.names}
+            if calls := shown.get("tool_calls"):
+                shown["content"] = shown["content"] or form.content
+                if form.as_text:
+                    shown["tool_calls"] = [
+                        _with_arguments(call, _as_text(call["function"]["arguments"]))
+                        for call in calls
+                    ]
+            found.append(shown)
+        return found
 
     def _form(self, tools: Sequence[Any]) -> _Form:
         """The form in which the template shows a call completely, found by trying."""

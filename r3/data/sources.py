@@ -30,6 +30,7 @@ from r3.data.files import (
     SourceError,
     files_of_folder,
     files_of_glob,
+    imported,
     is_glob,
     read_file,
 )
@@ -221,12 +222,7 @@ def _load_dataset(
 
 
 def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise SourceError(
-            "Hugging Face data sets need the package datasets", "pip install datasets"
-        ) from None
+    datasets = imported("datasets", "Hugging Face data sets need the package datasets")
     # It prints every retry into the progress bar; the error says it once.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return datasets
@@ -254,12 +250,7 @@ def gym_settings(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _gym(source: str) -> Iterator[tuple[int, Any]]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise SourceError(
-            "procedural tasks need reasoning-gym", "pip install reasoning-gym"
-        ) from None
+    reasoning_gym = imported("reasoning_gym", "procedural tasks need reasoning-gym")
     task, settings = gym_settings(source)
     try:
         entries = reasoning_gym.create_dataset(task, **settings)

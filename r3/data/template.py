@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from r3.config import ConfigError, Problem
 from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.jinja import TemplateFault
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule
 from r3.models.families import text_model
 from r3.types import Message
+from r3.user_code.loading import problem
 
 # Stands for the model's message. No template changes letters and digits.
 PLACEHOLDER = "R3messageofthemodel"
@@ -31,12 +31,6 @@ _CONTENT = PLACEHOLDER[::-1]  # stands for that of another message
 # all the same it is doubled.
 _MARK = "\ufdd0"
 _REPLACEMENT = "\ufffd"  # stands for bytes that are no character
-
-# Letters in the vocabularies of byte-level BPE, which have no control characters.
-_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
-_BYTES = {chr(byte): byte for byte in _VISIBLE}
-_BYTES |= {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
 
 _QUESTION: Sequence[Message] = ({"role": "user", "content": "a"},)
 _REPLY: Message = {"role": "assistant", "content": PLACEHOLDER}
@@ -192,8 +186,12 @@ class Renderer:
         piece: str = self._tokenizer.convert_ids_to_tokens(token)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
             return bytes.fromhex(byte[1])
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        # Letters in the vocabularies of byte-level BPE, which have no control characters.
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         try:
-            return bytes(_BYTES[letter] for letter in piece)
+            return bytes(byte_of[letter] for letter in piece)
         except KeyError:
             return text.encode()
 
@@ -355,9 +353,7 @@ def _named_ends(tokenizer: Any) -> list[int]:
             else:
                 rule = f"names {named!r} as eos_token_id, which is no token id or list of them"
         if rule:
-            raise ConfigError(
-                [Problem("model.path", str(file), rule, "copy it from the original model again")]
-            )
+            raise problem("model.path", str(file), rule, "copy it from the original model again")
     return ends
 
 

@@ -17,7 +17,6 @@ import torch
 from r3.engine.experts import (
     ExpertBlock,
     StackedExperts,
-    expert_leaves,
     expert_matrices,
     plain_experts,
 )
@@ -272,9 +271,7 @@ class DirectWeights:
 
     def _stacked(self, layer: int) -> StackedExperts:
         path, module = self.experts[layer]
-        stacked = plain_experts(
-            module, {leaf: getattr(module, leaf) for leaf in expert_leaves(self.shape)}, self.shape
-        )
+        stacked = plain_experts(module, self.shape)
         assert isinstance(stacked, StackedExperts), f"{path}: {stacked}"
         return stacked
 
@@ -321,9 +318,7 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     found = DirectWeights(matrices=expert_matrices(shape), shape=shape, rank=rank, ranks=ranks)
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
-            stacked = plain_experts(
-                module, {leaf: getattr(module, leaf) for leaf in expert_leaves(shape)}, shape
-            )
+            stacked = plain_experts(module, shape)
             if isinstance(stacked, str):
                 return f"{path}: {stacked}"
             found.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module

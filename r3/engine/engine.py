@@ -170,10 +170,7 @@ class Engine:
             EngineStateError: the weight memory is asleep, or the other weights are not there.
             WeightMismatch: a tensor is missing, unknown, misshaped or duplicate.
         """
-        if "weights" not in self._awake:
-            raise EngineStateError(
-                "load_weights while the weights sleep: call wake('weights') first"
-            )
+        self._require_weights("load_weights")
         if only is not None and not self._has_weights:
             raise EngineStateError("load_weights of some tensors: the engine has no others")
         expected = self.shape.tensor_shapes
@@ -231,10 +228,7 @@ class Engine:
         Raises:
             EngineStateError: the weight memory is asleep.
         """
-        if "weights" not in self._awake:
-            raise EngineStateError(
-                "compare_weights while the weights sleep: call wake('weights') first"
-            )
+        self._require_weights("compare_weights")
         return compare(self.llm, weights, self.shape)
 
     def reset_cache(self) -> None:
@@ -271,6 +265,10 @@ class Engine:
         group, box = get_tp_group(), [item]
         torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
         return box[0]
+
+    def _require_weights(self, call: str) -> None:
+        if "weights" not in self._awake:
+            raise EngineStateError(f"{call} while the weights sleep: call wake('weights') first")
 
     def _refuse_stale(self, policy_version: int) -> None:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):

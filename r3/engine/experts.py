@@ -163,13 +163,16 @@ class StackedExperts:
 
 
 def plain_experts(
-    module: Any, tensors: Mapping[str, torch.Tensor], shape: ModelShape
+    module: Any, shape: ModelShape, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> StackedExperts | str:
     """The stacked tensors of vLLM's `RoutedExperts` if they have a plain layout, else why not.
 
     Args:
-        tensors: the parameters that the kernels of `module` read, by their names there.
+        tensors: the parameters that the kernels of `module` read, by their names there; None: those
+            that it has.
     """
+    if tensors is None:
+        tensors = {leaf: getattr(module, leaf) for leaf in expert_leaves(shape)}
     method = module.quant_method
     backend = getattr(getattr(method, "unquantized_backend", None), "name", "unknown")
     if backend not in _PLAIN_KERNELS:

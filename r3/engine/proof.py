@@ -61,8 +61,8 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
             if leaf in DERIVED:  # the log-probabilities cover them
                 continue
             if isinstance(module, RoutedExperts):
-                own = {key: getattr(module, key) for key in expert_leaves(shape)}
-                found = plain_experts(module, own, shape) if leaf in own else "not a weight"
+                is_weight = leaf in expert_leaves(shape)
+                found = plain_experts(module, shape) if is_weight else "not a weight"
                 if isinstance(found, str):
                     uncompared.append(name)
                 else:

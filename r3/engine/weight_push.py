@@ -168,7 +168,7 @@ def _reload(
     wanted = {_reported(name) for name, _ in model.named_parameters()}
     for layer, (_, module) in moe.items() if copy_experts else ():
         info = get_layerwise_info(module)
-        experts = plain_experts(module, info.kernel_tensors[0], shape)
+        experts = plain_experts(module, shape, info.kernel_tensors[0])
         if isinstance(experts, str):
             reloaded[layer] = experts
         else:

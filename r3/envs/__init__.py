@@ -41,7 +41,7 @@ from r3.envs.single_turn import SingleTurn
 from r3.envs.workflow import Workflow
 from r3.metrics.users import checked_metrics
 from r3.types import Message, Prompt
-from r3.user_code.loading import load_for
+from r3.user_code.loading import load_for, problem
 from r3.user_code.values import flag, number
 
 Observed = (
@@ -108,11 +108,11 @@ def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
-            raise ConfigError([Problem("env.args", settings.args, rule, fix)])
+            raise problem("env.args", settings.args, rule, fix)
         return ENVIRONMENTS[settings.name]
 
     def refuse(rule: str, fix: str) -> ConfigError:
-        return ConfigError([Problem("env.path", settings.path, rule, fix)])
+        return problem("env.path", settings.path, rule, fix)
 
     name = settings.path.rpartition(":")[2]
     found: Any = load_for("env.path", settings.path, f"class {name}")

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from r3.config import ConfigError, Problem
+from r3.config import ConfigError
 from r3.data.jinja import TemplateFault
 from r3.data.template import PLACEHOLDER, Renderer
 from r3.types import Message
+from r3.user_code.loading import problem
 
 
 class Chat:
@@ -53,9 +54,7 @@ class Chat:
 
         def refuse(rule: str, other: str = "--env.name single_turn") -> ConfigError:
             fix = f"use a chat template that only appends turns, another model, or {other}"
-            return ConfigError(
-                [Problem("model.path", model_path, f"its chat template {rule}", fix)]
-            )
+            return problem("model.path", model_path, f"its chat template {rule}", fix)
 
         for role in ("user", "tool") if tools else ("user",):
             new = [{"role": role, "content": "e"}]

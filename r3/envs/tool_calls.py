@@ -55,10 +55,6 @@ Parser = Callable[[Sequence[Mapping[str, Any]]], Parse]
 """Takes the tools of a conversation, as JSON schemas. Raises ValueError if they cannot be used."""
 
 
-class _Late(Exception):
-    """A parser took too long."""
-
-
 class MessageReader:
     """Reads messages of the model with a parser that may fail or take forever.
 
@@ -88,8 +84,8 @@ class MessageReader:
             if len(self._late) >= _MOST_LATE and len(text) >= min(self._late):
                 return self._text(text, "it is as long as messages that took too long")
             try:
-                return time_limit(lambda: parse(text, tokens), self._limit_s, _Late)
-            except _Late:
+                return time_limit(lambda: parse(text, tokens), self._limit_s, TimeoutError)
+            except TimeoutError:
                 self._late.append(len(text))
                 return self._text(text, f"it took longer than {self._limit_s:g} s")
             except Exception as error:  # a third party's parser raises anything for odd texts

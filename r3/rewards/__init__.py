@@ -41,10 +41,6 @@ _LIMIT_S = 5.0  # of one response, which takes milliseconds
 _SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
 
 
-class _Late(Exception):
-    """A comparison took too long."""
-
-
 # No <answer> inside of another one: else the search to the end restarts at each.
 _FINAL_ANSWER = re.compile(
     r"####[ \t]*([^\n]+)|<answer>((?:(?!<answer>).)+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}",
@@ -152,7 +148,7 @@ def compared(name: str, value: Callable[[], float], response: str) -> Score:
         response: for the message.
     """
     try:
-        return Score(checked(time_limit(value, _LIMIT_S, _Late)), {UNREAD[name]: 0.0})
+        return Score(checked(time_limit(value, _LIMIT_S, TimeoutError)), {UNREAD[name]: 0.0})
     except Exception as error:  # it raises anything for text that a model may write
         if name not in _SAID:
             _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"

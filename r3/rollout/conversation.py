@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
 
-from r3.config import ConfigError, EnvConfig, Problem
+from r3.config import EnvConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling, message_parser
 from r3.envs import find, is_workflow
@@ -17,6 +17,7 @@ from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.envs.workflow import Workflow, Workflows
 from r3.types import Message, Prompt, Rollout
+from r3.user_code.loading import problem
 
 # More characters per token that is left are taken not to fit, without counting their tokens: that
 # would take the engine's time. Tokens of text have three or four characters.
@@ -70,7 +71,7 @@ class ConversationSetup:
                 f"{header!r}, which the model would have to write"
             )
             fix = "use a chat template that writes it if add_generation_prompt is set"
-            raise ConfigError([Problem("model.path", model_path, rule, fix)])
+            raise problem("model.path", model_path, rule, fix)
         parser = message_parser(settings, tokenizer, template_kwargs)
         environments: Environments | Workflows
         chat = None

@@ -26,6 +26,7 @@ from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
 from r3.runtime.process import importing
 from r3.user_code.algorithm import advantage_of, loss_of
+from r3.user_code.loading import problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ def _read_tokenizer(field: str, path: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
-        raise ConfigError([Problem(field, path, rule, fix)]) from None
+        raise problem(field, path, rule, fix) from None
 
 
 def _teacher_problems(config: Config, tokenizer: Any) -> list[Problem]:
@@ -135,6 +136,11 @@ def _unread(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[Problem]
     return problems
 
 
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
 def read_task(config: Config, world_size: int | None = None) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
@@ -149,25 +155,20 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     shape = ModelShape.read(config.model.path)
     if not config.eval.only:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
-    if config.uses_engine and not has_gpu() and (problems := cpu_engine_problems(config, shape)):
-        raise ConfigError(problems)
-    if has_gpu() and (
-        problems := allocator_problems(os.environ) + cuda_expert_problems(config, shape)
-    ):
-        raise ConfigError(problems)
+    if has_gpu():
+        _refuse([*allocator_problems(os.environ), *cuda_expert_problems(config, shape)])
+    elif config.uses_engine:
+        _refuse(cpu_engine_problems(config, shape))
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if problems := _unfit(config, shape, world_size):
-        raise ConfigError(problems)
+    _refuse(_unfit(config, shape, world_size))
     tokenizer = _read_tokenizer("model.path", config.model.path)
     if rule := _tokenizer_fault(tokenizer, shape):
         fix = "copy tokenizer and config.json of one model"
-        raise ConfigError([Problem("model.path", config.model.path, rule, fix)])
-    if problems := _teacher_problems(config, tokenizer):
-        raise ConfigError(problems)
+        raise problem("model.path", config.model.path, rule, fix)
+    _refuse(_teacher_problems(config, tokenizer))
     template_kwargs = keyword_arguments(config.data.template_kwargs)
-    if problems := _unread(tokenizer, template_kwargs):
-        raise ConfigError(problems)
+    _refuse(_unread(tokenizer, template_kwargs))
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None

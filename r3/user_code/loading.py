@@ -244,6 +244,6 @@ def call_problem(
     return None
 
 
-def problem(field: str, spec: str, rule: str, fix: str) -> ConfigError:
-    """Return the error of one setting that names a user's file."""
+def problem(field: str, spec: object, rule: str, fix: str) -> ConfigError:
+    """Return the error of one setting."""
     return ConfigError([Problem(field=field, value=spec, rule=rule, fix=fix)])
