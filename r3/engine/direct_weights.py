@@ -138,7 +138,7 @@ class _Target:
         like: the parameter, or where vLLM packed it and dropped it, its metadata.
         is_dropped: it must be allocated again to be packed.
         pieces: number of tensors that fill it.
-        missing: those of them that have not come in this load.
+        missing: those of them that have not come.
         filling: what they are copied into; None before the first.
     """
 
@@ -176,10 +176,7 @@ class _Target:
 
 @dataclass(kw_only=True)
 class DirectWeights:
-    """The plan of a load: all parameters of an engine whose layers have a plain layout.
-
-    It is made once and serves every load, as long as `fits` finds the parameters that it was made
-    for.
+    """The plan of one load: all parameters of an engine whose layers have a plain layout.
 
     Attributes:
         targets: every parameter but those of experts.
@@ -188,9 +185,6 @@ class DirectWeights:
         matrices: name of an expert's weight -> (decoder layer, expert, part).
         shape: sizes of the model.
         rank, ranks: this rank among those of the engine.
-        state: the parameters that it was made for (`_state`). Their ids are theirs, because the
-            plan keeps them.
-        is_whole: the last load was finished.
     """
 
     targets: list[_Target] = field(default_factory=list)
@@ -200,19 +194,6 @@ class DirectWeights:
     shape: ModelShape
     rank: int
     ranks: int
-    state: list[tuple[Any, ...]] = field(default_factory=list)
-    is_whole: bool = True
-
-    @property
-    def replaced(self) -> set[tuple[int, str]]:
-        """Layers and names of parameters that every load replaces."""
-        return {(id(one.module), one.leaf) for one in self.targets if one.is_dropped} | {
-            (id(module), leaf) for _, module in self.experts.values() for leaf in _EXPERTS
-        }
-
-    def fits(self, model: Any) -> bool:
-        """Whether the model has the parameters that the plan was made for, where they were."""
-        return self.is_whole and self.state == _state(model, self.replaced)
 
     def beside(self, names: Collection[str]) -> set[str]:
         """Return these checkpoint tensors and all that fill the same parameters or experts."""
@@ -239,10 +220,7 @@ class DirectWeights:
         Args:
             only: names of tensors, as `beside` returns them: other parameters keep their values.
         """
-        self.is_whole = False
         names = self.places.keys() | self.matrices.keys() if only is None else only
-        for target in self.targets:
-            target.missing, target.filling = 0, None
         for name in names:
             for target, _ in self.places.get(name, ()):
                 target.missing = target.pieces
@@ -266,7 +244,6 @@ class DirectWeights:
         missing = {target.name for target in self.targets if target.missing}
         for layer in stacked:
             missing |= {f"{self.experts[layer][0]}.{leaf}" for leaf in _EXPERTS}
-        self.is_whole = not missing
         return missing
 
     def _stacked(self, layer: int) -> StackedExperts:
@@ -279,30 +256,6 @@ class DirectWeights:
         _, module = self.experts[layer]
         if module.w13_weight.device.type == "cpu":
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-
-
-def _state(model: Any, replaced: Collection[tuple[int, str]] = ()) -> list[tuple[Any, ...]]:
-    """Return what a plan relies on: every parameter, with its layer, address, shape and type.
-
-    It makes no call per module: 0.2 ms for 130.
-
-    Args:
-        replaced: layers and names of parameters that a load looks up, and vLLM replaces by packed
-            ones. Their addresses do not matter.
-    """
-    found: list[tuple[Any, ...]] = []
-    modules = [model]
-    for module in modules:  # grows meanwhile
-        modules += [child for child in module._modules.values() if child is not None]
-        for leaf, live in module._parameters.items():
-            if live is None:
-                continue
-            where = (id(module), leaf)
-            if where in replaced:
-                found.append((*where, live.shape, live.dtype))
-            else:
-                found.append((*where, id(live), live.data_ptr(), live.shape, live.dtype))
-    return found
 
 
 def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> DirectWeights | str:
@@ -337,5 +290,4 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
                     return f"the checkpoint has no {source}, which {name} is made of"
                 found.places.setdefault(source, []).append((target, piece))
                 target.pieces += 1
-    found.state = _state(model, found.replaced)
     return found

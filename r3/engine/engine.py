@@ -204,7 +204,7 @@ class Engine:
                 delivered.update(names)
                 yield item
 
-        pushed = push(self.llm, counted(), self.shape, plan=self._plan, only=only)
+        pushed = push(self.llm, counted(), self.shape, only=only)
         self._plan = pushed.plan
         problems = [f"announced but not delivered: {name}" for name in sorted(wanted - delivered)]
         problems += [

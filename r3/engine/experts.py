@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _PLAIN_KERNELS = ("TRITON", "CPU")
 
 
+@cache
 def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
     """Map the name of every expert tensor to (decoder layer, expert, part).
 

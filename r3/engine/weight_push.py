@@ -37,7 +37,7 @@ class Pushed:
         unloaded: parameters that nothing was loaded into.
         reloaded: MoE layer -> why its experts went through vLLM's reload instead of a plain copy.
         why: why weights other than experts went through the reload; empty if all were copied.
-        plan: for the next push; None if weights went through the reload.
+        plan: of the push; None if weights went through the reload.
     """
 
     unloaded: set[str]
@@ -65,7 +65,6 @@ def push(
     shape: ModelShape,
     *,
     copy: bool = True,
-    plan: DirectWeights | None = None,
     only: Collection[str] | None = None,
 ) -> Pushed:
     """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
@@ -75,7 +74,6 @@ def push(
 
     Args:
         copy: False sends all weights through the reload, for comparisons.
-        plan: of the push before. It is rebuilt if it does not fit the engine's parameters.
         only: names of all tensors that come, if not all do; see `DirectWeights.beside`.
     """
 
@@ -92,9 +90,7 @@ def push(
             set_current_vllm_config(worker.vllm_config),
         ):
             direct: DirectWeights | str = "as asked"
-            if copy and plan and plan.fits(model):
-                direct = plan
-            elif copy:
+            if copy:
                 direct = direct_weights(model, shape, parallel.rank % ranks, ranks)
             if isinstance(direct, DirectWeights):
                 unloaded = {_reported(one) for one in direct.load(weights, only)}

@@ -31,10 +31,8 @@ class PushedAndFresh:
         equal: the pushed engine samples what a freshly loaded one does.
         cached_equal: so it does with every prompt in the prefix cache.
         stale: message of the proof of weights after one number changed in the last rank's engine.
-        plan_kept: the next push used the plan of the one before.
-        plan_remade: not so after parameters of the engine were replaced and moved; the proof then
-            found all of its weights.
-        plan_stale: message of the proof after a push by the old plan in spite of that.
+        plan_stale: message of the proof after a push by a plan from before parameters of the engine
+            were replaced and moved. A push of its own finds them.
     """
 
     moved: bool
@@ -44,8 +42,6 @@ class PushedAndFresh:
     equal: bool
     cached_equal: bool
     stale: str
-    plan_kept: bool
-    plan_remade: bool
     plan_stale: str
     local_reads: int
     peer_reads: int
@@ -93,7 +89,7 @@ def push_equals_fresh_engine(
     if device.rank == device.world_size - 1:
         world.engine.llm.collective_rpc(_spoil)
     stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
-    kept, remade, plan_stale = _plans(world)
+    plan_stale = _plan_stale(world)
     return PushedAndFresh(
         moved=before != pushed,
         compared=compared,
@@ -102,8 +98,6 @@ def push_equals_fresh_engine(
         equal=pushed == loaded,
         cached_equal=again == loaded,
         stale=stale,
-        plan_kept=kept,
-        plan_remade=remade,
         plan_stale=plan_stale,
         local_reads=traffic.local[0],
         peer_reads=traffic.peer[0],
@@ -111,25 +105,18 @@ def push_equals_fresh_engine(
     )
 
 
-def _plans(world: World) -> tuple[bool, bool, str]:
-    """Return `plan_kept`, `plan_remade` and `plan_stale`."""
+def _plan_stale(world: World) -> str:
+    """Replace parameters of the engine, push, and load once more by the plan of that push."""
     engine, stream = world.engine, world.stream
-
-    def load() -> None:
-        engine.load_weights(stream.shapes, stream.read_blocks(), policy_version=1)
-
+    engine.llm.collective_rpc(_replace)
+    engine.load_weights(stream.shapes, stream.read_blocks(), policy_version=1)
+    prove_weights(stream, engine, world.mesh)
     plan = engine._plan
     assert plan is not None
-    load()
-    kept = engine._plan is plan
-    engine.llm.collective_rpc(_replace)
-    load()
-    remade = engine._plan is not plan
-    prove_weights(stream, engine, world.mesh)
     engine.llm.collective_rpc(_replace)
     with torch.no_grad():
         plan.load(stream.read_blocks())
-    return kept, remade, message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
+    return message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
 
 
 def _replace(worker: Any) -> None:

@@ -51,7 +51,6 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
         # On every rank, whichever has the engine.
         expected = f"rank {ranks - 1}: after the weight sync to version 1 1 tensors of the engine"
         assert expected in result.stale
-        assert result.plan_kept and result.plan_remade
         assert "1 tensors of the engine are not" in result.plan_stale  # moved: its data is current
         assert result.local_reads > 0
         assert (result.peer_reads > 0, result.network_reads > 0) == (

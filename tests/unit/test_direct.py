@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from r3.engine.direct_weights import (
-    DirectWeights,
-    Piece,
-    _state,
-    _Target,
     part_of_rank,
     pieces_of,
 )
@@ -75,90 +69,3 @@ def test_parts_of_a_gated_delta_layer_are_divided_one_by_one(interleaved: bool) 
                 part = full[source.split(".")[-2]][piece.first : piece.end]
                 own.copy_(part_of_rank(part, own.shape, rank, 2))
             assert torch.equal(found, whole[layer])
-
-
-class Toy(nn.Module):
-    """A model of two norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.RMSNorm(4, dtype=torch.bfloat16) for _ in range(2)])
-
-
-def planned(model: Toy) -> DirectWeights:
-    """A plan that fills both norms, after its first load."""
-    plan = DirectWeights(
-        matrices={}, shape=ModelShape.read(tiny_config().model.path), rank=0, ranks=1
-    )
-    for i, module in enumerate(model.layers):
-        like: Any = module.weight
-        name = f"layers.{i}.weight"
-        target = _Target(
-            name=name, module=module, leaf="weight", like=like, is_dropped=False, pieces=1
-        )
-        plan.targets.append(target)
-        plan.places[name] = [(target, Piece(parameter=name, start=0, rows=4))]
-    plan.state = _state(model)
-    assert load(plan, model, 1.0) == set()
-    return plan
-
-
-def load(plan: DirectWeights, model: Toy, value: float) -> set[str]:
-    with torch.no_grad():
-        return plan.load([(name, torch.full((4,), value)) for name in plan.places])
-
-
-def test_a_plan_serves_every_load_of_a_model_that_stays() -> None:
-    model = Toy()
-    plan = planned(model)
-    for value in (2.0, 3.0):
-        assert plan.fits(model)
-        assert load(plan, model, value) == set()
-        assert all(bool((each == value).all()) for each in model.parameters())
-
-
-def replaced(model: Toy) -> None:
-    model.layers[1].weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-
-
-def moved(model: Toy) -> None:
-    model.layers[1].weight.data = model.layers[1].weight.data.clone()
-
-
-def rebuilt(model: Toy) -> None:
-    model.layers[1] = nn.RMSNorm(4, dtype=torch.bfloat16)
-
-
-def another_type(model: Toy) -> None:
-    model.layers[1].weight.data = model.layers[1].weight.data.float()
-
-
-def added(model: Toy) -> None:
-    model.layers.append(nn.RMSNorm(4, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("change", [replaced, moved, rebuilt, another_type, added])
-def test_a_plan_does_not_outlive_the_parameters_it_was_made_for(
-    change: Callable[[Toy], None],
-) -> None:
-    model = Toy()
-    plan = planned(model)
-    change(model)
-    assert not plan.fits(model)
-
-
-def test_a_plan_that_does_not_fit_would_miss_a_parameter_silently() -> None:
-    model = Toy()
-    plan = planned(model)
-    replaced(model)
-    assert load(plan, model, 5.0) == set()
-    assert not model.layers[1].weight.any()
-
-
-def test_an_unfinished_load_ends_a_plan() -> None:
-    model = Toy()
-    plan = planned(model)
-    assert plan.load([]) == {"layers.0.weight", "layers.1.weight"}
-    assert not plan.fits(model)
-    assert load(plan, model, 2.0) == set()
-    assert plan.fits(model)
