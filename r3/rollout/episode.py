@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.tool_calls import Parse, Parsed
+from r3.rewards.scorer import RewardResult
 from r3.rollout.conversation import ConversationRules
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.workers import Done
@@ -152,6 +153,9 @@ class Episode(ABC):
         rewards_calls: whether rewards are those of its calls, one by one; None if a workflow did
             not say, because it is unfinished or failed.
         metrics: what its environment or workflow reported, by full names.
+        made: its rollouts, once it is over and not dropped.
+        rewards: of these rollouts, once they are known.
+        result: what reward functions returned, if they were called.
     """
 
     kind: ClassVar[str]
@@ -170,6 +174,9 @@ class Episode(ABC):
     reward: float | None = None
     rewards_calls: bool | None = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    made: list[Rollout] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    result: RewardResult | None = None
 
     @abstractmethod
     def open(self) -> None:

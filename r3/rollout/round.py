@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import queue
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from r3.engine import Sampled, Turn
 from r3.envs.workflow import Workflows
 from r3.metrics.reduce import Mean, Sum
-from r3.rewards.scorer import Scorer
+from r3.rewards.scorer import RewardResult, Scorer
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode
-from r3.rollout.rewarding import CALL_COUNTS, Rewarding
 from r3.rollout.workflow import WorkflowEpisode
 from r3.types import Prompt
 
@@ -24,6 +25,8 @@ from r3.types import Prompt
 _IDLE_WAIT_S = 1.0
 # The same while both environments and reward functions are waited for, which are polled in turn.
 _POLL_INTERVAL_S = 0.01
+# Counters that environments and reward functions share.
+_CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
 
 
 class Round:
@@ -67,12 +70,9 @@ class Round:
         self._num_over = 0  # episodes that ended or were suspended since the last `advance`
         self._dropped: list[str] = []
         samples = [(group, each) for group in prompts for each in range(samples_per_prompt)]
-        self._rewarding = Rewarding(
-            scorer,
-            [*(each.rollout.group for each in resumed), *(group for group, _ in samples)],
-            unfinished_reward=self._environments.settings.unfinished_reward,
-            keep_failed=rules.keep_failed,
-        )
+        # Episodes of each group that may still be submitted to the scorer.
+        self._open = Counter([*(each.rollout.group for each in resumed), *(g for g, _ in samples)])
+        self._sources: Counter[str] = Counter()  # of rewards
         for suspended in resumed:
             rollout, origin = suspended.rollout, suspended.progress.seed_origin
             episode = self._add(suspended.prompt, rollout.group, rollout.sample_index, origin)
@@ -101,14 +101,14 @@ class Round:
             FloatingPointError, RouteError: see `Transcript.append_sample`.
             RewardError: a reward function failed and `reward.on_error` is "stop".
         """
-        environments, rewarding, calls = self._environments, self._rewarding, self._calls
+        environments, scorer, calls = self._environments, self._scorer, self._calls
         if isinstance(environments, Workflows) and (where := environments.blocked()):
             raise EnvironmentFailed(
                 f"a workflow blocked the event loop for {environments.settings.timeout_s:g} s "
                 f"(env.timeout_s), so that no episode could go on:\n{where}"
                 "  Await what takes time: await asyncio.to_thread(function)"
             )
-        both = rewarding.outstanding and environments.outstanding
+        both = scorer.outstanding and environments.outstanding
         wait_s = _POLL_INTERVAL_S if both else _IDLE_WAIT_S
         finished, self._num_over = self._num_over, 0
         for report in environments.poll(0.0 if engine_busy or not calls.empty() else wait_s):
@@ -124,7 +124,9 @@ class Round:
             if not call.is_abandoned:
                 turns.append(call.turn(next(self._keys)))
                 self._in_flight[turns[-1].key] = call
-        finished += rewarding.poll(0.0 if engine_busy or turns or finished else wait_s)
+        for result in scorer.poll(0.0 if engine_busy or turns or finished else wait_s):
+            self._take(result)
+            finished += 1
         return turns, finished
 
     def receive_sample(self, sampled: Sampled) -> None:
@@ -151,16 +153,29 @@ class Round:
                 else:
                     self._settle(each)
         metrics = {} if self._environments.one_turn else self._metrics()
-        metrics |= self._rewarding.scoring_metrics()
-        rollouts, rewards, parts = self._rewarding.collected()
+        metrics |= self._scoring_metrics()
+        kept, dropped = [], self._dropped.copy()
+        for each in self.episodes:
+            if self._drops and each.result and each.result.failure:
+                who = f"prompt {each.prompt.id}, sample {each.sample_index}"
+                dropped.append(f"{who}: {each.result.failure}")
+            else:
+                kept.append(each)
         return CollectedRollouts(
-            rollouts=rollouts,
-            rewards=rewards,
-            parts=parts,
+            rollouts=[rollout for each in kept for rollout in each.made],
+            rewards=[reward for each in kept for reward in each.rewards],
+            parts={
+                (each.group, each.sample_index): each.result.parts for each in kept if each.result
+            },
             metrics=metrics,
             suspended=tuple(suspended),
-            dropped=(*self._dropped, *self._rewarding.dropped),
+            dropped=tuple(dropped),
         )
+
+    @property
+    def _drops(self) -> bool:
+        """Whether episodes whose reward functions failed are left out."""
+        return self._scorer.on_error == "drop" and not self._rules.keep_failed
 
     def _add(
         self, prompt: Prompt, group: int, sample_index: int, seed_origin: tuple[int, int]
@@ -181,10 +196,18 @@ class Round:
     def _settle(self, episode: Episode) -> bool:
         """Reward an episode that is over; return False if reward functions must be awaited."""
         over = self._reward(episode)
-        self._rewarding.leave(episode.group)
+        self._open[episode.group] -= 1
+        if not self._open[episode.group]:
+            self._scorer.complete_group(episode.group)
         return over
 
     def _reward(self, episode: Episode) -> bool:
+        """Reward an episode; see `_settle`.
+
+        The environment's reward comes before reward functions, unless it is one of their
+        components. Functions score the last sequence, and do not score a conversation that its
+        environment did not end: its last message answers nothing.
+        """
         rules, on_error = self._rules, self._environments.settings.on_error
         if rules.needs_reward and episode.outcome == "stop":
             if episode.rewards_calls and len(self._scorer.components) > 1:
@@ -198,25 +221,59 @@ class Round:
                 f"{episode.who}, turn {episode.num_turns}: the {episode.kind} failed "
                 f"({episode.failure})\n  --env.on_error drop or zero continues without this sample"
             )
-        rollouts = episode.rollouts()
-        if not rollouts or (episode.failure and on_error == "drop" and not rules.keep_failed):
+        made = episode.rollouts()
+        if not made or (episode.failure and on_error == "drop" and not rules.keep_failed):
             self._dropped.append(f"{episode.who}: the {episode.kind} failed ({episode.failure})")
             return True
+        episode.made = made
         if episode.failure:
-            self._rewarding.fail(episode.key, rollouts)
+            episode.rewards = [0.0] * len(made)
             return True
+        scorer, reward = self._scorer, episode.reward
         if episode.rewards_calls:
-            weight = self._scorer.components[0].weight if rules.needs_reward else 1.0
-            rewards = [weight * sum(filter(None, each.turn_rewards)) for each in rollouts]
-            self._rewarding.reward_each(episode.key, rollouts, rewards)
+            self._sources["by_environment"] += 1
+            weight = scorer.components[0].weight if rules.needs_reward else 1.0
+            episode.rewards = [weight * sum(filter(None, each.turn_rewards)) for each in made]
             return True
-        return self._rewarding.reward(
-            episode.key,
-            rollouts,
-            episode.prompt,
-            given=episode.reward,
-            finished=episode.outcome == "stop",
-        )
+        if reward is not None:
+            self._sources["by_environment"] += 1
+        elif episode.outcome != "stop":
+            self._sources["unfinished"] += 1
+            reward = self._environments.settings.unfinished_reward
+        if reward is None or (scorer.uses_environment and len(scorer.components) > 1):
+            self._sources["by_function"] += 1
+        if reward is None or scorer.uses_environment:
+            scorer.submit(episode.key, made[-1], episode.prompt, environment_reward=reward)
+            return False
+        episode.rewards = [reward] * len(made)
+        return True
+
+    def _take(self, result: RewardResult) -> None:
+        """Take what reward functions returned."""
+        episode = self.episodes[cast("int", result.key)]
+        if result.metrics:
+            last = episode.made[-1]
+            episode.made[-1] = replace(last, metrics={**last.metrics, **result.metrics})
+        episode.rewards, episode.result = [result.reward] * len(episode.made), result
+
+    def _scoring_metrics(self) -> dict[str, Any]:
+        """Partials of what scoring took; none if every component is quick and nothing failed."""
+        counts = self._scorer.take_counts()
+        results = [each.result for each in self.episodes if each.result]
+        failed = float(sum(bool(result.failure) for result in results))
+        unreported = float(sum(bool(result.unreported) for result in results))
+        if self._scorer.quick and not failed and not unreported:
+            return {}
+        dropped = failed if self._drops else 0.0
+        return {
+            "time/judge_mean_s": Mean(
+                total=sum(result.seconds for result in results), count=float(len(results))
+            ),
+            "reward/dropped": Sum(value=dropped),
+            "reward/zeroed": Sum(value=failed - dropped),
+            "reward/unreported": Sum(value=unreported),
+            **{f"reward/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
+        }
 
     def _metrics(self) -> dict[str, Any]:
         """Partials of env/*, of who gave the rewards, and of routes that were requested twice."""
@@ -226,14 +283,18 @@ class Round:
         failed = sum(bool(each.failure) for each in self.episodes)
         at_limit = sum(each.outcome == "turns" for each in over)
         began = float(len(over))
+        rewarded = float(sum(bool(each.made) and not each.failure for each in self.episodes))
         metrics: dict[str, Any] = {
             "env/unread": Sum(value=float(self._rules.setup.parser.take_unread())),
             "env/turns_mean": Mean(total=float(sum(each.num_turns for each in over)), count=began),
             "env/max_turns_frac": Mean(total=float(at_limit), count=began),
             "env/dropped": Sum(value=float(len(self._dropped))),
             "env/zeroed": Sum(value=float(failed - len(self._dropped))),
-            **{f"env/{name}": Sum(value=float(counts[name])) for name in CALL_COUNTS},
-            **self._rewarding.source_metrics(),
+            **{f"env/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
+            **{
+                f"reward/{name}_frac": Mean(total=float(self._sources[name]), count=rewarded)
+                for name in ("by_environment", "by_function", "unfinished")
+            },
         }
         differing = [each.transcript.differing for each in sequences]
         if slots := sum(total for _, total in differing):  # routes that were requested twice

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint tensor a rank of the engine has of it, and how long a plan holds."""
+"""Which part of a checkpoint tensor a rank of the engine has of it."""
 
 from __future__ import annotations
 
