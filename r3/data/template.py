@@ -153,13 +153,12 @@ class Renderer:
             )
         return found
 
-    def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages or tools with marks in their texts; as they are if no mark is needed."""
-        patterns = [self._patterns.get(each.get("role", ""), self._patterns[""]) for each in given]
-        pairs = list(zip(given, patterns, strict=True))
-        if not any(_holds(each, pattern) for each, pattern in pairs):
-            return given
-        return [_marked(each, pattern) for each, pattern in pairs]
+    def marked(self, given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages or tools with marks in their texts."""
+        of_others = self._patterns[""]
+        return [
+            _marked(each, self._patterns.get(each.get("role", ""), of_others)) for each in given
+        ]
 
     def marked_reply(self, text: str) -> str:
         """Return the text of a message of the model with marks."""
@@ -360,15 +359,6 @@ def _named_ends(tokenizer: Any) -> list[int]:
 def _any_of(texts: Iterable[str]) -> str:
     """A pattern for the longest of these texts at a place."""
     return "|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)) or "(?!)"
-
-
-def _holds(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether a pattern is in a text of a value, at any depth."""
-    if isinstance(value, str):
-        return pattern.search(value) is not None
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    return isinstance(value, list | tuple) and any(_holds(each, pattern) for each in value)
 
 
 def _marked(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -239,7 +239,10 @@ class DirectWeights:
                 layer, expert, part = self.matrices[name]
                 stacked[layer].copy(expert, part, full.detach())
             if stacked[layer].is_complete:
-                self._pack(layer)
+                _, module = self.experts[layer]
+                if module.w13_weight.device.type == "cpu":
+                    kernel = module.quant_method.moe_kernel.fused_experts
+                    kernel.process_weights_after_loading(module)
                 del stacked[layer]  # and what was packed, before the next layer
         missing = {target.name for target in self.targets if target.missing}
         for layer in stacked:
@@ -251,11 +254,6 @@ class DirectWeights:
         stacked = plain_experts(module, self.shape)
         assert isinstance(stacked, StackedExperts), f"{path}: {stacked}"
         return stacked
-
-    def _pack(self, layer: int) -> None:
-        _, module = self.experts[layer]
-        if module.w13_weight.device.type == "cpu":
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> DirectWeights | str:

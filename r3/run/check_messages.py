@@ -38,7 +38,7 @@ def _held_out(task: Task) -> Iterator[ConversationSetup]:
 
 def _control_tokens(renderer: Renderer, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Rows that hold text of a chat template: often whole conversations, rendered already."""
-    held = [each for each in prompts if renderer.marked(each.messages) is not each.messages]
+    held = [each for each in prompts if renderer.marked(each.messages) != list(each.messages)]
     if held:
         yield (
             f"    note: {len(held)} of {len(prompts)} rows hold a control token of the chat "
