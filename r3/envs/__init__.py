@@ -32,8 +32,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from r3.config import ConfigError, EnvConfig, Problem
-from r3.config.arguments import Taker, assigned
+from r3.config import ConfigError, EnvConfig
+from r3.config.arguments import Taker
 from r3.envs.calculator import Calculator
 from r3.envs.command import Command
 from r3.envs.guess_number import GuessNumber
@@ -41,7 +41,7 @@ from r3.envs.single_turn import SingleTurn
 from r3.envs.workflow import Workflow
 from r3.metrics.users import checked_metrics
 from r3.types import Message, Prompt
-from r3.user_code.loading import load_for, problem
+from r3.user_code.loading import assign, load_for, problem
 from r3.user_code.values import flag, number
 
 Observed = (
@@ -119,9 +119,7 @@ def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
     if not inspect.isclass(found):
         raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step, or run")
     signature = inspect.signature(found)
-    (arguments,), faults = assigned(settings.args, [Taker(name=name, signature=signature)])
-    if faults:
-        raise ConfigError([Problem("env.args", *fault) for fault in faults])
+    (arguments,) = assign("env.args", settings.args, [Taker(name=name, signature=signature)])
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
-from r3.config import ConfigError, Problem, RewardConfig
-from r3.config.arguments import assigned
+from r3.config import RewardConfig
 from r3.config.names import ENVIRONMENT, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
@@ -42,7 +41,7 @@ from r3.rewards import (
 from r3.rewards.self_judge import SelfJudge
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
-from r3.user_code.loading import load, problem
+from r3.user_code.loading import assign, load, problem
 from r3.user_code.values import own_copy
 from r3.user_code.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 
@@ -421,9 +420,7 @@ def _arguments(
         ConfigError: a function cannot be loaded, or an argument fits none.
     """
     own = [(name, spec) for name, spec in dict.fromkeys(named) if ":" in spec]
-    given, faults = assigned(settings.args, [taker_of(name, spec) for name, spec in own])
-    if faults:
-        raise ConfigError([Problem("reward.args", *fault) for fault in faults])
+    given = assign("reward.args", settings.args, [taker_of(name, spec) for name, spec in own])
     return dict(zip(own, given, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from r3.rollout.conversation import SuspendedConversation
@@ -53,27 +53,22 @@ class CollectedRollouts:
 
     def of_groups(self, groups: frozenset[int]) -> CollectedRollouts:
         """Return the rollouts of some groups, without metrics and suspended conversations."""
-        kept = [
-            pair
-            for pair in zip(self.rollouts, self.rewards, strict=True)
-            if pair[0].group in groups
-        ]
-        return CollectedRollouts(
-            rollouts=[rollout for rollout, _ in kept],
-            rewards=[reward for _, reward in kept],
-            parts={name: parts for name, parts in self.parts.items() if name[0] in groups},
-        )
+        pairs = zip(self.rollouts, self.rewards, strict=True)
+        return self._of([(rollout, reward) for rollout, reward in pairs if rollout.group in groups])
 
     def in_order(self) -> CollectedRollouts:
         """Sort by group, sample and sequence, without metrics and suspended conversations."""
-        pairs = sorted(
-            zip(self.rollouts, self.rewards, strict=True),
-            key=lambda pair: (pair[0].group, pair[0].sample_index, pair[0].sequence),
+        return self._of(
+            sorted(
+                zip(self.rollouts, self.rewards, strict=True),
+                key=lambda pair: (pair[0].group, pair[0].sample_index, pair[0].sequence),
+            )
         )
-        return replace(
-            self,
+
+    def _of(self, pairs: Sequence[tuple[Rollout, float]]) -> CollectedRollouts:
+        names = {(rollout.group, rollout.sample_index) for rollout, _ in pairs}
+        return CollectedRollouts(
             rollouts=[rollout for rollout, _ in pairs],
             rewards=[reward for _, reward in pairs],
-            metrics={},
-            suspended=(),
+            parts={name: parts for name, parts in self.parts.items() if name in names},
         )

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from r3.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
@@ -187,6 +188,12 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             config.longest_sequence(context) - config.rollout.max_response_tokens + response,
         )
 
+    read_prompts = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        template_kwargs=template_kwargs,
+        allow_control_tokens=data.allow_control_tokens,
+    )
     prompts, longest = Dataset(prompts=()), 0
     supervised = config.train.objective == "sft"
     if not config.eval.only:
@@ -195,17 +202,14 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             if supervised
             else config.longest_prompt(context)
         )
-        prompts = load_prompts(
+        prompts = read_prompts(
             data.path,
-            tokenizer,
             columns=columns_of(config),
             tools=conversation_setup.environments.tools,
             max_prompt_tokens=data.max_prompt_tokens or longest_row,
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
-            template_kwargs=template_kwargs,
-            allow_control_tokens=data.allow_control_tokens,
         )
     if prompts.prompts and not supervised:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
@@ -219,14 +223,11 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             if environment == config.env
             else ConversationSetup.of(environment, tokenizer, path, template_kwargs)
         )
-        found = load_prompts(
+        found = read_prompts(
             each.path,
-            tokenizer,
             columns=columns_of(config, each),
             tools=conversation.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
-            template_kwargs=template_kwargs,
-            allow_control_tokens=data.allow_control_tokens,
         )
         questions = found.prompts[: each.max_prompts or None]
         own = make_scorer(config.reward, (each.function,), **parts) if each.function else scorer

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,15 @@ from r3.algo.contract import (
     loss_fault,
 )
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
-from r3.config import AlgoConfig, ConfigError, Problem
-from r3.config.arguments import Taker, assigned
-from r3.user_code.loading import ALGORITHM_PARAMETERS, cached, callable_of, function_of
+from r3.config import AlgoConfig
+from r3.config.arguments import Taker
+from r3.user_code.loading import (
+    ALGORITHM_PARAMETERS,
+    assign,
+    cached,
+    callable_of,
+    function_of,
+)
 from r3.user_code.values import own_copy
 
 
@@ -49,15 +55,7 @@ def loss_of(algo: AlgoConfig) -> Loss:
     """
     if algo.loss in LOSSES:
         return LOSSES[algo.loss]
-    call = _own(algo, "loss")
-
-    def loss(inputs: LossInputs, bounds: Bounds) -> tuple[Tensor, Tensor]:
-        result = call(inputs, bounds)
-        if fault := loss_fault(result, inputs):
-            raise AlgorithmError(f"algo.loss {algo.loss}: {fault}")
-        return cast("tuple[Tensor, Tensor]", result)
-
-    return loss
+    return _checked(algo, "loss", loss_fault)
 
 
 @cached
@@ -73,15 +71,7 @@ def advantage_of(algo: AlgoConfig) -> Advantage:
     """
     if algo.advantage in ADVANTAGES:
         return ADVANTAGES[algo.advantage]
-    call = _own(algo, "advantage")
-
-    def advantage(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-        result = call(rewards_R, groups_R)
-        if fault := advantage_fault(result, rewards_R):
-            raise AlgorithmError(f"algo.advantage {algo.advantage}: {fault}")
-        return cast("Tensor", result)
-
-    return advantage
+    return _checked(algo, "advantage", advantage_fault)
 
 
 def run_contract(algo: AlgoConfig, role: str) -> list[Finding]:
@@ -103,6 +93,21 @@ def run_contract(algo: AlgoConfig, role: str) -> list[Finding]:
 def bounds_of(algo: AlgoConfig) -> Bounds:
     """Return the bounds that a loss gets."""
     return Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap)
+
+
+def _checked(
+    algo: AlgoConfig, role: str, fault_of: Callable[[Any, Any], str]
+) -> Callable[..., Any]:
+    """Load a user's function whose result is compared with its first input."""
+    call = _own(algo, role)
+
+    def checked(first: Any, second: Any) -> Any:
+        result = call(first, second)
+        if fault := fault_of(result, first):
+            raise AlgorithmError(f"algo.{role} {algo.own_functions[role]}: {fault}")
+        return result
+
+    return checked
 
 
 def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
@@ -141,9 +146,7 @@ def _arguments(algo: AlgoConfig) -> dict[str, dict[str, Any]]:
         parameters = ALGORITHM_PARAMETERS[f"algo.{role}"]
         signature = inspect.signature(callable_of(f"algo.{role}", spec, parameters))
         takers.append(Taker(name=role, signature=signature, passed=len(parameters)))
-    given, faults = assigned(algo.args, takers)
-    if faults:
-        raise ConfigError([Problem("algo.args", *fault) for fault in faults])
+    given = assign("algo.args", algo.args, takers)
     return dict(zip(algo.own_functions, given, strict=True))
 
 

@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar, cast
 
 from r3.config import ConfigError, Problem
+from r3.config.arguments import Taker, assigned
 from r3.runtime.process_state import restored
 from r3.user_code.time_limit import time_limit
 
@@ -242,6 +243,18 @@ def call_problem(
         fix = f"write `{definition}`; --{field.partition('.')[0]}.args sets further parameters"
         return Problem(field, spec, rule, fix)
     return None
+
+
+def assign(field: str, items: Sequence[str], takers: Sequence[Taker]) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each function from a setting; see `assigned`.
+
+    Raises:
+        ConfigError: an argument fits none.
+    """
+    given, faults = assigned(items, takers)
+    if faults:
+        raise ConfigError([Problem(field, *fault) for fault in faults])
+    return given
 
 
 def problem(field: str, spec: object, rule: str, fix: str) -> ConfigError:
