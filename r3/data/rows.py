@@ -39,7 +39,6 @@ class Columns:
         answer: column of the reference answer; "" = rows have none.
         tools: column of the tools' schemas; "" = rows have none.
         system_prompt: put before every chat that has no system message of its own.
-        answer_holds: text that every answer must hold; the reward reads what follows it.
         graded_by: functions that compare with the answer, which must not be empty.
         compared: columns in which duplicates are equal too, because a reward reads them; None =
             all, because users' code may read any.
@@ -53,7 +52,6 @@ class Columns:
     answer: str = "answer"
     tools: str = ""
     system_prompt: str = ""
-    answer_holds: str = ""
     graded_by: tuple[str, ...] = ()
     compared: tuple[str, ...] | None = ()
     verifiers: tuple[str, ...] = ()
@@ -125,7 +123,6 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        answer_holds="####" if scores and "gsm8k" in functions else "",
         graded_by=tuple(each for each in GRADERS if scores and each in functions),
         compared=None if users and not supervised else _READ,
         verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
@@ -284,21 +281,26 @@ def _accepted(row: Mapping[str, Any], columns: Columns, faults: _Faults) -> tupl
         rule = f"is a list of {len(texts)} answers, and one is learned"
         faults.add(columns.answer, rule, "give one")
         return ()
-    for text in texts:
-        if columns.graded_by and not text.strip():
-            reward = columns.graded_by[0]
-            rule = f"is empty, and the reward {reward} compares responses with it"
-        elif columns.answer_holds not in text:
-            rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
-        elif columns.answer_holds and final_number(text) is None:
-            rule = (
-                f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
-            )
-        else:
-            continue
+    if rule := _ungraded(texts, {reward: f"the reward {reward}" for reward in columns.graded_by}):
         faults.add(columns.answer, rule, "correct the row, or use another --reward.function")
-        break
     return texts
+
+
+def _ungraded(texts: Sequence[str], graders: Mapping[str, str]) -> str:
+    """Why built-in functions cannot compare responses with the answers of a row; "" if they can.
+
+    Args:
+        graders: the functions, and what messages call them.
+    """
+    for text in texts:
+        for name, called in graders.items():
+            if not text.strip():
+                return f"is empty, and {called} compares responses with it"
+            if name == "gsm8k" and "####" not in text:
+                return f"has no '####'; {called} reads the number after it"
+            if name == "gsm8k" and final_number(text) is None:
+                return f"has no plain number after '####', which {called} reads"
+    return ""
 
 
 def _check_learned(
@@ -328,11 +330,9 @@ def _check_verifier(
     elif verifier == "gym" and "gym" not in row:
         rule = "is gym, but the row is not from reasoning-gym"
         faults.add("verifier", rule, "name gsm8k or exact")
-    elif verifier in GRADERS and not all(text.strip() for text in answers):
-        rule = f"is empty, and the verifier {verifier} compares responses with it"
-        faults.add(columns.answer, rule, "correct the row")
-    elif verifier == "gsm8k" and not all("####" in text for text in answers):
-        rule = "has no '####'; gsm8k reads the number after it"
+    elif verifier in GRADERS and (
+        rule := _ungraded(answers, {str(verifier): f"the verifier {verifier}"})
+    ):
         faults.add(columns.answer, rule, "correct the row")
 
 

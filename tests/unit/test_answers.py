@@ -230,7 +230,7 @@ def test_answers_become_texts(tmp_path: Path, written: Any, answers: tuple[str, 
 
 def test_each_of_several_answers_is_checked(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"question": "?", "answer": ["#### 7", "seven"]}))
-    _, (problem,) = read_rows(str(path), Columns(answer_holds="####"))
+    _, (problem,) = read_rows(str(path), Columns(graded_by=("gsm8k",)))
     assert "has no '####'" in problem.rule
     _, (problem,) = read_rows(str(path), Columns(supervised=True))
     assert "is a list of 2 answers, and one is learned" in problem.rule

@@ -25,7 +25,7 @@ from tests.tiny import coded_rollout
 pytestmark = pytest.mark.unit
 
 PLAIN = Columns()
-NUMBERS = Columns(answer_holds="####")
+NUMBERS = Columns(graded_by=("gsm8k",))
 SYSTEM = Columns(system_prompt="Be brief.")
 TOOLS = Columns(tools="tools")
 SFT = Columns(answer="", supervised=True)

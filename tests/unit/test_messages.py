@@ -41,7 +41,7 @@ from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
-COLUMNS = Columns(prompt="question", answer="answer", answer_holds="####")
+COLUMNS = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
 
 
 @pytest.mark.parametrize("code", ["0", "3", "'text'", ""])
