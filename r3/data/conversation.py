@@ -35,8 +35,8 @@ _SENSES = {"image": "vision", "video": "video", "audio": "audio"}
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
-class Fault(ValueError):
-    """Data that cannot be used.
+class MessageFault(ValueError):
+    """Messages or tools that cannot be shown to a model.
 
     Attributes:
         rule: what is wrong, and where.
@@ -49,10 +49,6 @@ class Fault(ValueError):
 
     def __str__(self) -> str:
         return f"{self.rule}. Fix: {self.fix}"
-
-
-class MessageFault(Fault):
-    """Messages or tools that cannot be shown to a model."""
 
 
 def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:

@@ -23,7 +23,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from r3.data.conversation import Fault
 from r3.user_code.loading import path_fix
 
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
@@ -50,8 +49,15 @@ _SPLITS = {
 }
 
 
-class SourceError(Fault):
+class SourceError(ValueError):
     """A source cannot be read at all."""
+
+    def __init__(self, rule: str, fix: str) -> None:
+        self.rule, self.fix = rule, fix
+        super().__init__(rule, fix)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        return f"{self.rule}. Fix: {self.fix}"
 
 
 def imported(name: str, rule: str) -> Any:
