@@ -77,7 +77,7 @@ class Search:
     refused: tuple[Problem, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Target:
     """What the search is for."""
 
@@ -118,13 +118,7 @@ def search(
         gpu: the device of a rank.
         few_changes: put settings with the fewest changes first, then the fastest.
     """
-    target = _Target(
-        config=config,
-        shape=shape,
-        world_size=world_size,
-        gpu=gpu,
-        few_changes=few_changes,
-    )
+    target = _Target(config, shape, world_size, gpu, few_changes)
     lacking = dict.fromkeys(PHASES, float("inf"))
     found: list[tuple[tuple[float, float], Proposal]] = []
     refused: list[Problem] = []

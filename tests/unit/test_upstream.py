@@ -137,7 +137,7 @@ def test_arguments_that_are_set_by_position_or_in_a_dict() -> None:
         names = list(upstream.parsed(rebuild).parameters)  # replaced in r3.runtime.device
         assert (names[6], names[-1]) == ("storage_device", "event_sync_required")
         (adam,) = known["torch.optim.AdamW"] or [""]
-        assert "fused" in upstream.parsed(adam).parameters  # r3.policy.build.use_fused_adam
+        assert "fused" in upstream.parsed(adam).parameters  # r3.policy.build.wrap
 
 
 def test_stages_exchange_tensors_alike_in_every_version() -> None:
