@@ -360,7 +360,7 @@ class Policy(ScoringPolicy):
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         for optimizer in chained(self.optimizer):
-            for parameter in optimizer.model_param_gbuf_map:
+            for parameter in getattr(optimizer, "model_param_gbuf_map", ()):
                 if getattr(parameter, "is_router", False):
                     owned = optimizer._get_model_param_range_map(parameter)["param"]
                     own = parameter.main_grad.view(-1)[owned.start : owned.end]
