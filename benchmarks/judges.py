@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from tests.e2e import scorer_cases
-from tests.tiny import CLASSIFIER_TOLERANCE, classifier
+from tests.families import CLASSIFIER_TOLERANCE, classifier
 from tests.world import run_world
 
 

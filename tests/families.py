@@ -1,4 +1,6 @@
-"""A small random checkpoint of every model family, made and written by transformers itself."""
+"""A small model of every family, the only ones of the tests: keys of config.json, and random
+checkpoints that transformers makes and writes itself.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from r3 import assets
+from r3.models import families
 from r3.models.shape import ModelShape
 
 _SIZES: dict[str, Any] = dict(
@@ -213,18 +216,40 @@ def engine_sizes(name: str) -> dict[str, Any]:
     return sizes
 
 
+def family(name: str, **changes: Any) -> dict[str, Any]:
+    """Keys of the family's config.json; those of one value, and defaults, may be absent."""
+    model_type, specific = FAMILIES[name]
+    (architecture,) = (
+        each for each, known in families.FAMILIES.items() if known.model_type == model_type
+    )
+    return {"architectures": [architecture], "model_type": model_type} | _SIZES | specific | changes
+
+
 def family_checkpoint(
-    folder: Path, name: str, *, seed: int = 0, tied: bool = False, **overrides: Any
+    folder: Path, name: str, *, seed: int = 0, tied: bool = False, **changes: Any
 ) -> Path:
     """Write a random float32 checkpoint of the family into `folder`, with the shipped tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, specific = FAMILIES[name]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        model_type, **(_SIZES | specific | {"tie_word_embeddings": tied} | overrides)
-    )
+    config = AutoConfig.for_model(**family(name, tie_word_embeddings=tied, **changes))
     return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+CLASSIFIER_TOLERANCE = 1e-5
+"""float32: a masked row of padding changes the order of sums, and nothing else."""
+CLASSIFIER_CONTEXT: int = _SIZES["max_position_embeddings"]
+
+
+def classifier(folder: Path) -> Path:
+    """Write a random Llama with one score, float32, with the shipped tokenizer."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = AutoConfig.for_model(**family("llama", num_labels=1, **sizes))
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return save_perturbed(model, folder)
 
 
 def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from r3 import assets
 from r3.config import (
@@ -29,7 +28,6 @@ from r3.config import (
 )
 from r3.models.shape import ModelShape
 from r3.types import Rollout
-from tests.families import save_perturbed
 
 FEW_ROWS = f"{assets.WORD_PROBLEMS_TRAIN}[:512]"
 """An eighth of the shipped rows: each process of a run reads and tokenises them."""
@@ -146,28 +144,3 @@ def coded_rollout(
         policy_version=1,
         response="",
     )
-
-
-CLASSIFIER_TOLERANCE = (
-    1e-5  # float32: a masked row of padding changes the order of sums, and nothing else
-)
-CLASSIFIER_CONTEXT = 256
-
-
-def classifier(folder: Path) -> Path:
-    """A random Llama with one score, float32, and the shipped tokenizer."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CLASSIFIER_CONTEXT,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    return save_perturbed(LlamaForSequenceClassification(config), folder)

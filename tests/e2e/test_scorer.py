@@ -19,8 +19,8 @@ from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
 from tests.e2e.scorer_cases import Judged
+from tests.families import CLASSIFIER_TOLERANCE, classifier
 from tests.runs import rows_of, run
-from tests.tiny import CLASSIFIER_TOLERANCE, classifier
 from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e

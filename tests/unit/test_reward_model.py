@@ -25,7 +25,8 @@ from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
-from tests.tiny import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier, random_rollouts
+from tests.families import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier
+from tests.tiny import random_rollouts
 
 pytestmark = pytest.mark.unit
 

@@ -24,49 +24,31 @@ from r3.engine.experts import StackedExperts, expert_matrices
 from r3.handover.weight_sync import gather
 from r3.models.shape import ModelShape
 from r3.models.sharding import Shard, ShardId, SyncPlan, planned_shards, sync_plans
+from tests.families import family
 from tests.memory import peak_bytes
 
 pytestmark = pytest.mark.unit
 
-_COMMON: dict[str, Any] = dict(
+SMALLEST: dict[str, Any] = dict(
     hidden_size=8,
     intermediate_size=8,
     vocab_size=13,  # no multiple of 2 or 4: padded
     num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
     head_dim=2,
-    max_position_embeddings=64,
 )
-_MOE: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4)
+_EXPERTS: dict[str, Any] = dict(num_experts=4, moe_intermediate_size=4)
+_LATENT: dict[str, Any] = dict(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2)
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3MoeForCausalLM": _MOE | dict(decoder_sparse_step=1),
-    "Qwen2MoeForCausalLM": _MOE
-    | dict(decoder_sparse_step=1, shared_expert_intermediate_size=4, mlp_only_layers=[1]),
-    "Qwen3ForCausalLM": dict(tie_word_embeddings=True),
-    "DeepseekV3ForCausalLM": dict(
-        num_key_value_heads=8,
-        moe_intermediate_size=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=None,
-        kv_lora_rank=4,
-        qk_nope_head_dim=2,
-        qk_rope_head_dim=2,
-        v_head_dim=2,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        n_group=1,
-        topk_group=1,
-    ),
+    "qwen3_moe": _EXPERTS,
+    "qwen2_moe": _EXPERTS | dict(shared_expert_intermediate_size=4),
+    "qwen3": dict(tie_word_embeddings=True),
+    "moonlight": _LATENT | dict(n_routed_experts=4, moe_intermediate_size=4, n_shared_experts=1),
 }
 Memory = list[dict[ShardId, torch.Tensor]]
 
 
-def shape_of(architecture: str) -> ModelShape:
-    return ModelShape.from_hf({"architectures": [architecture], **_COMMON, **MODELS[architecture]})
+def shape_of(name: str, **changes: Any) -> ModelShape:
+    return ModelShape.from_hf(family(name, **SMALLEST | MODELS[name] | changes))
 
 
 def random_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -139,10 +121,10 @@ def reading(plan: SyncPlan[Shard], memory: Memory) -> Callable[[ShardId], torch.
     return lambda shard_id: memory[plan.sources[shard_id]][shard_id]
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_planned_pieces_gather_to_the_full_tensors(architecture: str, world: int) -> None:
-    shape = shape_of(architecture)
+def test_planned_pieces_gather_to_the_full_tensors(model: str, world: int) -> None:
+    shape = shape_of(model)
     weights = random_weights(shape)
     hosts_of = {
         "one machine": ["a"] * world,
@@ -183,7 +165,7 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
-    shape = shape_of("Qwen3MoeForCausalLM")
+    shape = shape_of("qwen3_moe")
     weights = random_weights(shape)
     matrices = expert_matrices(shape)
     for parallel, engine_tp in product(layouts(world, moe=True), (1, 2, 4)):
@@ -218,7 +200,7 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
 
 
 def test_a_wrong_piece_shows() -> None:
-    shape = shape_of("Qwen3MoeForCausalLM")
+    shape = shape_of("qwen3_moe")
     weights = random_weights(shape)
     parallel = ParallelConfig(tp=2, ep=2, etp=1)
     shards = [planned_shards(shape, parallel, 2, rank, 4) for rank in range(2)]
@@ -244,11 +226,7 @@ def test_a_wrong_piece_shows() -> None:
 def test_copies_of_a_sync_never_exceed_one_layer(parallel: ParallelConfig) -> None:
     """Every read is a real copy, and the reader keeps what it gets until its layer is complete."""
     sizes = dict(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=6, num_experts=16)
-    shape = ModelShape.from_hf(
-        {
-            **{"architectures": ["Qwen3MoeForCausalLM"], **_COMMON, **_MOE, **sizes},
-        }
-    )
+    shape = shape_of("qwen3_moe", **sizes)
     weights = random_weights(shape)
     shards = [planned_shards(shape, parallel, 4, rank, 4) for rank in range(4)]
     memory = memory_of(shards, weights, shape)
@@ -295,7 +273,7 @@ def test_the_dry_run_shows_the_plan() -> None:
 
 
 def test_layers_of_another_machine_cross_the_network() -> None:
-    shape = shape_of("Qwen3MoeForCausalLM")
+    shape = shape_of("qwen3_moe")
     hosts = ["a", "a", "b", "b"]
     (plan,) = sync_plans(shape, ParallelConfig(pp=2), hosts, [0], 2)
     bytes_of = {name: math.prod(size) * 2 for name, size in shape.tensor_shapes.items()}
