@@ -228,14 +228,6 @@ def test_answers_become_texts(tmp_path: Path, written: Any, answers: tuple[str, 
     assert row.answers == answers and not problems
 
 
-def test_each_of_several_answers_is_checked(tmp_path: Path) -> None:
-    path = write(tmp_path, json.dumps({"question": "?", "answer": ["#### 7", "seven"]}))
-    _, (problem,) = read_rows(str(path), Columns(graded_by=("gsm8k",)))
-    assert "has no '####'" in problem.rule
-    _, (problem,) = read_rows(str(path), Columns(supervised=True))
-    assert "is a list of 2 answers, and one is learned" in problem.rule
-
-
 def test_prompts_have_all_answers(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     path = write(tmp_path, json.dumps({"question": "?", "answer": ["7", 8]}))

@@ -85,7 +85,9 @@ def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_pat
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, *lines), refusing, **OPTIONS)
     assert [problem.line for problem in caught.value.problems] == [3, 6]
-    assert all("not this" in problem.rule for problem in caught.value.problems)
+    for problem in caught.value.problems:
+        assert problem.field == "question" and problem.rule.startswith("is refused ")
+        assert "(not this)" in problem.rule
 
 
 def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
@@ -141,14 +143,7 @@ def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
 
 
-def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    for path, rule in (
-        (tmp_path / "absent.jsonl", "there is no such file"),
-        (tmp_path, "holds no data file"),
-    ):
-        with pytest.raises(DataError, match=rule) as caught:
-            load_prompts(path, tokenizer, **OPTIONS)
-        assert str(path) in str(caught.value)
+def test_a_source_without_rows_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
 
@@ -170,13 +165,3 @@ def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
     )
     added = len(changed) - len(plain)
     assert added > 0 and changed[added:] == plain
-
-
-def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
-    strict = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    strict.chat_template = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hello"
-    )
-    row = {"question": [{"role": "system", "content": "b"}], "answer": ""}
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: question: is refused .* \(user first\)"):
-        load_prompts(write(tmp_path, json.dumps(row)), strict, **OPTIONS)

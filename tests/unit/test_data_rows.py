@@ -28,11 +28,15 @@ PLAIN = Columns()
 NUMBERS = Columns(graded_by=("gsm8k",))
 SYSTEM = Columns(system_prompt="Be brief.")
 TOOLS = Columns(tools="tools")
+LEARNED = Columns(supervised=True)
 SFT = Columns(answer="", supervised=True)
 CONTINUED = Columns(continued=True)
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 USER: dict[str, Any] = {"role": "user", "content": "1+1?"}
 REPLY: dict[str, Any] = {"role": "assistant", "content": "It is"}
+
+
+TOOL_FAULTS = ('"{"', '"3"', "[1]", '[{"type": "function"}]')
 
 
 def asked(*messages: Any) -> str:
@@ -84,6 +88,8 @@ BAD: list[tuple[Columns, str | bytes, str, str]] = [
     (NUMBERS, answered('"#### none"'), "answer", "no plain number after '####'"),
     (NUMBERS, answered('"#### 1/2"'), "answer", "no plain number after '####'"),
     (NUMBERS, answered('"none"'), "answer", "has no '####'"),
+    (NUMBERS, answered('["#### 7", "seven"]'), "answer", "has no '####'"),
+    (LEARNED, answered('["7", "8"]'), "answer", "is a list of 2 answers, and one is learned"),
     # Questions and messages.
     (PLAIN, answered('"b"', "3"), "question", "is a number, neither a text nor a list"),
     (PLAIN, answered('"b"', "null"), "question", "is null, neither a text nor a list"),
@@ -127,7 +133,7 @@ BAD: list[tuple[Columns, str | bytes, str, str]] = [
     (CONTINUED, asked(USER, REPLY | {"content": ""}), "question", "more than a text, or empty"),
     (CONTINUED, asked(USER, REPLY | {"reasoning": "r"}), "question", "more than a text, or"),
     # Tools.
-    *((TOOLS, f'{GOOD[:-1]}, "tools": {each}}}', "tools", "") for each in ('"{"', '"3"', "[1]")),
+    *((TOOLS, f'{GOOD[:-1]}, "tools": {each}}}', "tools", "") for each in TOOL_FAULTS),
 ]
 
 
@@ -192,6 +198,11 @@ def test_an_empty_reference_answer_is_refused(function: str, tmp_path: Path) -> 
         _, problems = read_rows(str(path), columns_of(Config(reward=reward)))
         assert problems[0].field == "answer" and "is empty, and the" in problems[0].rule
     assert not read_rows(str(path), columns_of(Config(reward=RewardConfig(function=("http",)))))[1]
+
+
+def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> None:
+    path = str(write(tmp_path, *['{"question": "say hi", "answer": "hi"}'] * 16))
+    assert found({"data.path": path, "reward.function": "exact", "eval.path": ""}) == {}
 
 
 # --- rows that are read -------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from r3.data.prompts import DataError, load_prompts, source_labels
 from r3.data.rows import Columns, columns_of
 from r3.data.sources import files_of, is_near, read_rows
 from tests.rows import OPTIONS, parquet, write
+from tests.settings import found
 
 pytestmark = pytest.mark.unit
 
@@ -121,6 +122,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
         ("both", "has the splits test, train. Fix: name one: both:test"),
         ("both:dev", "has no files of a split 'validation'. Fix: its splits: test, train"),
         ("foreign", "holds model.arrow, which R3 does not read"),
+        ("no-data", "holds no data file"),
         ("hub:owner/name@", "is not a name on the hub"),
         ("hub:a/b/c", "is not a name on the hub. Fix: write hub:OWNER/NAME"),
         ("hub:owner/name:", "is not a name on the hub"),
@@ -153,6 +155,7 @@ def test_a_source_that_cannot_be_read_is_named(
         "both/data/test-00000-of-00001.jsonl": row,
         "foreign/rows.jsonl": row,
         "foreign/model.arrow": "",
+        "no-data/README.md": "",
     }.items():
         Path(name).parent.mkdir(exist_ok=True, parents=True)
         Path(name).write_text(content)
@@ -188,6 +191,11 @@ def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
     (tmp_path / "clone" / "README.md").write_text("---\nconfigs:\n- config_name: a\n---\n")
     far = ["hub:owner/name", "hub:owner/name[:10]", "gym:chain_sum", str(tmp_path / "clone")]
     assert all(map(is_near, near)) and not any(map(is_near, far))
+
+
+def test_remote_sources_are_read_when_the_run_starts() -> None:
+    assert found({"data.path": ["hub:owner/name", "gym:chain_sum"], "eval.path": ""}) == {}
+    assert found({"data.path": "gym:chain_sum", "reward.function": "gym", "eval.path": ""}) == {}
 
 
 # --- files ------------------------------------------------------------------------------------
