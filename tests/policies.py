@@ -16,6 +16,7 @@ import torch.distributed as dist
 from r3.algo.advantage import StepRewards
 from r3.config import Config
 from r3.handover.rollouts import PackingSpec, distribute
+from r3.layers.fused_experts_cpu import FusedExperts
 from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
@@ -41,11 +42,12 @@ def build(device: Device, config: Config) -> tuple[Mesh, Policy]:
 
 
 def experts_as_on_cuda(kind: str) -> str:
-    """The setting for a kind of experts; "sorted" makes fused ones those of CUDA, for good."""
-    if kind != "sorted":
-        return kind
-    build_policy.FusedExperts = DeviceExperts  # type: ignore[misc,assignment]
-    return "fused"
+    """The setting for a kind of experts. After "sorted", fused ones are those of CUDA for a while:
+    until the next call.
+    """
+    used = DeviceExperts if kind == "sorted" else FusedExperts
+    build_policy.FusedExperts = used  # type: ignore[misc,assignment]
+    return "fused" if kind == "sorted" else kind
 
 
 def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:

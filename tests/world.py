@@ -20,7 +20,7 @@ import select
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -105,6 +105,28 @@ def run_world(
     """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output
     when one fails.
     """
+    (found,) = run_rows(case, world_size, [arguments], timeout_s=timeout_s)
+    return found
+
+
+def run_rows(
+    case: Callable[..., T],
+    world_size: int,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    timeout_s: float = 240.0,
+    **common: Any,
+) -> list[list[T]]:
+    """Run `case` with the arguments of each row, one after the other in the same processes.
+
+    Starting a world takes longer than many cases do.
+
+    Args:
+        common: arguments of all rows.
+
+    Returns:
+        What each rank returned, by row.
+    """
     from r3.runtime.device import free_port
 
     with tempfile.TemporaryDirectory() as folder:
@@ -116,9 +138,10 @@ def run_world(
             "MASTER_PORT": str(free_port()),
         }
         name = f"{case.__module__}:{case.__name__}"
+        job = json.dumps({"case": name, "rows": [common | row for row in rows]})
         waiting = {}
         for rank in range(world_size):
-            jobs[rank].write_text(json.dumps({"case": name, "arguments": arguments}))
+            jobs[rank].write_text(job)
             own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | QUIET_THREADS
             waiting[rank] = Rank(rank, jobs[rank], own, outputs[rank])
         failed = None
@@ -142,22 +165,73 @@ def run_world(
             )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
         kind = get_type_hints(case)["return"]
-        return [restored(kind, json.loads(job.read_text())) for job in jobs]
+        found = [json.loads(job.read_text()) for job in jobs]
+        return [[restored(kind, value) for value in row] for row in zip(*found, strict=True)]
+
+
+def shared_worlds(
+    case: Callable[..., T],
+    rows: Mapping[str, Mapping[str, Any]],
+    *,
+    kept: Collection[str] = (),
+    **common: Any,
+) -> Callable[[str], list[T]]:
+    """Run rows with as many ranks in one world each, when one of them is first asked for.
+
+    Args:
+        rows: name -> arguments, and `ranks`.
+        kept: rows that `make test` runs too: the others have worlds of their own.
+        common: arguments of all rows.
+
+    Returns:
+        What gives the result of each rank by the name of a row.
+    """
+    found: dict[str, list[T]] = {}
+    failed: dict[tuple[int, bool], AssertionError] = {}
+
+    def world_of(name: str) -> tuple[int, bool]:
+        return rows[name]["ranks"], name in kept
+
+    def of(name: str) -> list[T]:
+        world = world_of(name)
+        if world in failed:
+            raise failed[world]
+        if name not in found:
+            together = [each for each in rows if world_of(each) == world]
+            arguments = [{**rows[each]} for each in together]
+            for each in arguments:
+                del each["ranks"]
+            try:
+                results = run_rows(case, world[0], arguments, **common)
+            except AssertionError as error:
+                failed[world] = error
+                raise
+            found.update(zip(together, results, strict=True))
+        return found[name]
+
+    return of
 
 
 def _be_rank(file: Path) -> None:
-    """Be the rank of a job, whose file is then that of its result."""
+    """Be the rank of a job, whose file is then that of its results."""
     import torch
 
     from r3.runtime.device import init_device
+    from r3.runtime.mesh import forget_mesh
 
     device = init_device(timeout_s=120.0)
-    # A rank that ends at once would take the store away from one that is still joining.
-    torch.distributed.barrier()
     job = json.loads(file.read_text())
     module, name = job["case"].split(":")
-    result = getattr(importlib.import_module(module), name)(device, **job["arguments"])
-    file.write_text(json.dumps(plain(result)))
+    case, results = getattr(importlib.import_module(module), name), []
+    for number, arguments in enumerate(job["rows"]):
+        if number:
+            forget_mesh()
+        # A rank that ends at once would take the store away from one that is still joining, and its
+        # memory from one that still reads it.
+        torch.distributed.barrier()
+        print(f"{name} {arguments}", flush=True)
+        results.append(plain(case(device, **arguments)))
+    file.write_text(json.dumps(results))
 
 
 def nothing() -> None:

@@ -228,6 +228,7 @@ class SentShapes(KnownShapes):
 def _exchange(policy: Policy, batch: Batch) -> Exchange:
     """Make the same pass without and with the exchange of shapes. All ranks must call."""
     results, messages = [], []
+    SentShapes.exchanges = 0
     for communicator in (KnownShapes, SentShapes):
         scoring.KnownShapes = communicator
         with Messages() as counter:

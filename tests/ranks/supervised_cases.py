@@ -81,9 +81,9 @@ def _batch(policy: Policy, mesh: Mesh, dataset: Dataset) -> Batch:
     return batch
 
 
-def update(device: Device, *, rows: str, model: str, parallel: dict[str, int]) -> Supervised:
+def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -> Supervised:
     """Learn all rows in one update."""
-    config, dataset = _rows(rows, model, parallel=parallel)
+    config, dataset = _rows(data, model, parallel=parallel)
     mesh, policy = build(device, config)
     found, metrics = one_update(policy, _batch(policy, mesh, dataset), total_updates=1)
     nll: Mean = metrics.get("loss/nll", Mean(0.0, 0.0))
@@ -97,11 +97,11 @@ def update(device: Device, *, rows: str, model: str, parallel: dict[str, int]) -
     )
 
 
-def against_transformers(device: Device, *, rows: str, model: str) -> AgainstTransformers:
+def against_transformers(device: Device, *, data: str, model: str) -> AgainstTransformers:
     """Loss and gradients of all rows, against the cross-entropy of transformers row by row."""
     from transformers import AutoModelForCausalLM
 
-    config, dataset = _rows(rows, model)
+    config, dataset = _rows(data, model)
     mesh, policy = build(device, config)
     batch = _batch(policy, mesh, dataset)
     metrics = policy.forward_backward(batch)

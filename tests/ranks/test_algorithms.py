@@ -10,7 +10,7 @@ import pytest
 
 from tests.families import random_checkpoint
 from tests.ranks import algorithm_cases
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -60,8 +60,8 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     assert one.filtered == algorithm_cases.Filtered(
         denominators=[1, 1], grad_norm=0.0, loss=0.0, entropy_over=0.0
     )
-    for parallel in ({"cp": 2}, {}):
-        ranks = run_world(algorithm_cases.kl_in_reward, 2, model=model, parallel=parallel)
+    rows = [{"parallel": {"cp": 2}}, {"parallel": {}}]
+    for ranks in run_rows(algorithm_cases.kl_in_reward, 2, rows, model=model):
         # two passes of another layout, after an update of another layout: 1e-5 of the
         # log-probabilities' sum of some 10
         for rank in ranks:

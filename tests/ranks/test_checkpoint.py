@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import checkpoint_cases as cases
 from tests.ranks.checkpoint_cases import Damaged, Refused, Resumed
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -117,15 +117,12 @@ def test_state_is_written_as_it_was_while_the_policy_trains_on(tmp_path: Path) -
     assert message.startswith("SaveError: rank 1: ") and remaining == []
 
 
-@pytest.mark.parametrize(
-    ("parallel", "piece"),
-    [({}, 1 << 24), ({}, 1000), ({"ep": 2}, 777), ({"tp": 2}, 5000)],
-    ids=["dp2", "dp2-pieces", "ep2-pieces", "tp2-pieces"],
-)
-def test_state_gathered_in_pieces_is_what_megatron_gathers(
-    parallel: dict[str, int], piece: int
-) -> None:
-    ranks = run_world(cases.gathered, 2, parallel=parallel, piece=piece)
-    assert sum(rank.compared for rank in ranks) >= 3
-    for rank in ranks:
-        assert rank.equal == rank.compared
+def test_state_gathered_in_pieces_is_what_megatron_gathers() -> None:
+    given: list[tuple[dict[str, int], int]] = [
+        *(({}, 1 << 24), ({}, 1000)),
+        *(({"ep": 2}, 777), ({"tp": 2}, 5000)),
+    ]
+    rows = [{"parallel": parallel, "piece": piece} for parallel, piece in given]
+    for row, ranks in zip(rows, run_rows(cases.gathered, 2, rows), strict=True):
+        assert sum(rank.compared for rank in ranks) >= 3, row
+        assert all(rank.equal == rank.compared for rank in ranks), row

@@ -12,7 +12,7 @@ import pytest
 
 from tests.families import random_checkpoint
 from tests.ranks import epoch_cases as cases
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -46,13 +46,12 @@ def test_epochs_equal_a_loop_by_hand_bit_for_bit(updates: int, model: str) -> No
 def test_epochs_do_not_depend_on_the_layout(model: str) -> None:
     """Pipeline stages and data-parallel ranks keep the old log-probabilities of their tokens."""
     (one,) = run_world(cases.epochs, 1, model=model, updates=2, count=2, parallel={})
-    for parallel in ({"pp": 2}, {"ep": 2}):
-        ranks = run_world(cases.epochs, 2, model=model, updates=2, count=2, parallel=parallel)
-        last = ranks[-1]
-        assert all(each.off_by == 0.0 for each in ranks), parallel
-        for name in ("loss/total_epoch_2", "policy/kl_old_epoch_2"):
-            if parallel == {"pp": 2}:  # float32 sums in another order
-                assert last.row[name] == pytest.approx(one.row[name], rel=1e-4), parallel
+    rows = [{"parallel": {"pp": 2}}, {"parallel": {"ep": 2}}]
+    stages, others = run_rows(cases.epochs, 2, rows, model=model, updates=2, count=2)
+    assert all(each.off_by == 0.0 for each in (*stages, *others))
+    for name in ("loss/total_epoch_2", "policy/kl_old_epoch_2"):
+        # float32 sums in another order
+        assert stages[-1].row[name] == pytest.approx(one.row[name], rel=1e-4)
 
 
 SETTINGS = {

@@ -108,8 +108,15 @@ def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "ep", "dtype"),
+    [
+        (2, 2, "bfloat16"),
+        (3, 1, "float32"),
+        pytest.param(2, 1, "float32", marks=pytest.mark.large),
+        pytest.param(4, 2, "bfloat16", marks=pytest.mark.large),
+    ],
+)
 def test_exchange_is_megatrons(ranks: int, ep: int, dtype: str) -> None:
     groups = run_world(exchanged, ranks, dtype=dtype, ep=ep)
     assert all(len(found) == len(groups[0]) >= 1 for found in groups)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,19 @@ from r3 import assets
 from r3.policy.weight_slots import join_shards
 from tests.families import family_checkpoint
 from tests.ranks import layout_cases as cases
-from tests.ranks.layout_cases import Figures, UpdateFigures
+from tests.ranks.layout_cases import Figures
 from tests.sweeps import sweep
-from tests.world import run_world
+from tests.world import run_rows, run_world, shared_worlds
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2), (2, 1)], ids=["single", "ep2", "dp2"])
-@pytest.mark.parametrize("which", ["shipped", "random"])
-def test_logits_equal_transformers(which: str, ranks: int, ep: int, other_model: str) -> None:
-    model = str(assets.TINY_MOE) if which == "shipped" else other_model
+def test_logits_of_the_embedded_model_equal_transformers() -> None:
+    """Packed, of other sequences on each rank. tests/ranks/test_families.py has random models."""
     # float32 on both sides: rounding leaves about 1e-5 on logits of size 10; a wrong weight or mask
     # leaves 1e-1 and more
-    assert max(run_world(cases.logits, ranks, model=model, ep=ep)) <= 1e-4
+    rows = [{"model": str(assets.TINY_MOE), "ep": ep} for ep in (1, 2)]
+    assert max(chain(*run_rows(cases.logits, 2, rows))) <= 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,22 @@ class Whole:
 
 
 def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -> Whole:
-    folder = tmp / name
-    folder.mkdir()
-    results = run_world(cases.gradients, ranks, model=model, out=str(folder), **arguments)
+    rows = {name: {"ranks": ranks, **arguments}}
+    return _wholes(tmp, model, rows)(name)
+
+
+def _wholes(
+    tmp: Path, model: str, rows: dict[str, dict[str, Any]], kept: Collection[str] = ()
+) -> Callable[[str], Whole]:
+    """What gives the batch of a row by its name."""
+    for name in rows:
+        (tmp / name).mkdir()
+    with_folder = {name: row | {"out": str(tmp / name)} for name, row in rows.items()}
+    found = shared_worlds(cases.gradients, with_folder, kept=kept, model=model)
+    return lambda name: _whole(tmp / name, found(name))
+
+
+def _whole(folder: Path, results: list[Figures]) -> Whole:
     for found in (result.exchange for result in results if result.exchange):
         assert found.same, "shapes that are known in place of sent change no bit"
         assert found.messages_before == 2 * found.messages > 0 and found.exchanges > 0, found
@@ -58,7 +72,7 @@ def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -
         largest_read=max(result.largest_read for result in results),
     )
     gradients, updated = (
-        _merged([folder / f"{what}_{rank}.pt" for rank in range(ranks)])
+        _merged([folder / f"{what}_{rank}.pt" for rank in range(len(results))])
         for what in ("rank", "updated")
     )
     return Whole(figures=figures, gradients=gradients, updated=updated)
@@ -147,11 +161,16 @@ KEPT = (
 )
 
 
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> Callable[[str], Whole]:
+    return _wholes(tmp_path_factory.mktemp("layouts"), other_model, LAYOUTS, KEPT)
+
+
 @pytest.mark.parametrize("layout", sweep(LAYOUTS, KEPT))
 def test_loss_and_gradients_do_not_depend_on_layout_or_packing(
-    layout: str, single: Whole, other_model: str, tmp_path: Path
+    layout: str, single: Whole, layouts: Callable[[str], Whole]
 ) -> None:
-    _compare(_gradients(tmp_path, other_model, "other", **LAYOUTS[layout]), single)
+    _compare(layouts(layout), single)
 
 
 def _compare(whole: Whole, expected: Whole) -> None:
@@ -219,22 +238,24 @@ def test_stages_that_do_not_agree_on_shapes_say_so() -> None:
 def test_an_interleaved_checkpoint_resumes_under_other_layouts(
     other_model: str, tmp_path: Path
 ) -> None:
-    def update(ranks: int, parallel: dict[str, Any], *, resume: bool = True) -> UpdateFigures:
-        return run_world(
-            cases.second_update,
-            ranks,
-            model=other_model,
-            out=str(tmp_path),
-            parallel=parallel,
-            resume=resume,
-        )[0]
-
-    straight = update(2, {"pp": 2, "vpp": 2}, resume=False)
-    assert update(2, {"pp": 2, "vpp": 2}) == straight, "the same layout, bit for bit"
-    for ranks, parallel in ((1, {}), (2, {"pp": 2, "pp_layers": [1, 3]})):
+    given = {"model": other_model, "out": str(tmp_path)}
+    interleaved = {"pp": 2, "vpp": 2}
+    (straight, _), (again, _), (uneven, _) = run_rows(
+        cases.second_update,
+        2,
+        [
+            {"parallel": interleaved, "resume": False},
+            {"parallel": interleaved, "resume": True},
+            {"parallel": {"pp": 2, "pp_layers": [1, 3]}, "resume": True},
+        ],
+        **given,
+    )
+    (alone,) = run_world(cases.second_update, 1, parallel={}, resume=True, **given)
+    assert again == straight, "the same layout, bit for bit"
+    for found in (alone, uneven):
         # float32 sums in another order, amplified by Adam's first step where a gradient is next to
         # nothing
-        assert asdict(update(ranks, parallel)) == pytest.approx(asdict(straight), rel=1e-4)
+        assert asdict(found) == pytest.approx(asdict(straight), rel=1e-4)
 
 
 @pytest.mark.large
@@ -273,11 +294,14 @@ def test_streamed_optimizer_makes_the_same_updates_bit_for_bit(
         assert not found.after_change, "changed moments must change the next update"
 
 
-@pytest.mark.parametrize(("dtype", "parallel"), [("float32", {"ep": 1}), ("bfloat16", {"ep": 2})])
-def test_frozen_parameters_keep_their_bits(dtype: str, parallel: dict[str, int]) -> None:
+def test_frozen_parameters_keep_their_bits() -> None:
     """With weight decay, and with the optimizer's state sharded over two ranks."""
     freeze = ("*.mlp.gate.weight", "model.embed_tokens.weight", "model.layers.0.mlp.experts.*")
-    for found in run_world(cases.frozen, 2, dtype=dtype, parallel=parallel, freeze=freeze):
+    rows = [
+        {"dtype": "float32", "parallel": {"ep": 1}},
+        {"dtype": "bfloat16", "parallel": {"ep": 2}},
+    ]
+    for found in chain(*run_rows(cases.frozen, 2, rows, freeze=freeze)):
         assert found.frozen > 2 and found.free_moved and found.kept
         # Their gradients do not depend on what is frozen: the first update is the same to the bit.
         assert found.others == [] and found.moved == found.trained > 2
@@ -301,17 +325,20 @@ def _largest_angle(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 def test_replay_brings_bfloat16_gradients_of_two_layouts_closer(
     other_model: str, tmp_path: Path
 ) -> None:
-    angles = {}
-    for replay in ("r3", "off"):
-        found = []
-        for name, arguments in (
-            ("one", {"ranks": 1}),
-            ("two", {"ranks": 2, "parallel": {"tp": 2, "ep": 2, "etp": 1}}),
-        ):
-            settings = arguments | {"dtype": "bfloat16", "replay": replay}
-            whole = _gradients(tmp_path, other_model, f"{name}-{replay}", **settings)
-            found.append(whole.gradients)
-        angles[replay] = _largest_angle(*found)
+    layouts: dict[str, dict[str, Any]] = {
+        "one": {"ranks": 1},
+        "two": {"ranks": 2, "parallel": {"tp": 2, "ep": 2, "etp": 1}},
+    }
+    rows = {
+        f"{name}-{replay}": layout | {"dtype": "bfloat16", "replay": replay}
+        for name, layout in layouts.items()
+        for replay in ("r3", "off")
+    }
+    of = _wholes(tmp_path, other_model, rows)
+    angles = {
+        replay: _largest_angle(*(of(f"{name}-{replay}").gradients for name in layouts))
+        for replay in ("r3", "off")
+    }
     # Cosine 0.999: bfloat16 keeps 8 bits, and averages over many entries
     assert angles["r3"] <= 1e-3
     assert angles["r3"] < angles["off"], (

@@ -8,6 +8,7 @@ from tests.families import random_checkpoint
 from tests.policies import LENGTHS
 from tests.ranks import ledger_cases as cases
 from tests.ranks.ledger_cases import Account
+from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
@@ -20,9 +21,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep2": (2, {"ep": 2}),
     "cp2-tp2": (4, {"cp": 2, "tp": 2}),
 }
+KEPT = ("pp2", "cp2-tp2")
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=sweep(LAYOUTS, KEPT))
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Account]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from r3.runtime.peers import Peers, SharedBarrier
 from tests.families import family_checkpoint
 from tests.policies import batches_of, build, experts_as_on_cuda
 from tests.tiny import tiny_config
-from tests.world import ranks_read_each_other, run_world
+from tests.world import ranks_read_each_other, run_rows, run_world
 from tests.wrong_routes import patched
 
 pytestmark = [
@@ -268,12 +269,11 @@ def trained(device: Device, model: str, dtype: str, experts: str) -> Trained:
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "experts"), [("float32", "fused"), ("bfloat16", "fused"), ("float32", "sorted")]
-)
-def test_tokens_from_memory_give_the_bits_of_gloo(dtype: str, experts: str, tmp_path: Path) -> None:
+def test_tokens_from_memory_give_the_bits_of_gloo(tmp_path: Path) -> None:
     model = str(family_checkpoint(tmp_path / "model", "qwen2_moe"))  # it has shared experts
-    for found in run_world(trained, 2, model=model, dtype=dtype, experts=experts):
+    kinds = (("float32", "fused"), ("bfloat16", "fused"), ("float32", "sorted"))
+    rows = [{"dtype": dtype, "experts": experts} for dtype, experts in kinds]
+    for found in chain(*run_rows(trained, 2, rows, model=model)):
         assert found.peers and found.same and found.moved, found
         # Values, gates and experts go together.
         assert 0 < found.by_memory < found.by_gloo, found

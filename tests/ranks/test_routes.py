@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from tests.families import family_checkpoint
 from tests.policies import LENGTHS
 from tests.ranks import route_cases as cases
-from tests.world import run_world
+from tests.sweeps import sweep
+from tests.world import run_world, shared_worlds
 
 pytestmark = pytest.mark.ranks
 
@@ -31,13 +33,22 @@ ROUTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ROUTED)
-def test_every_token_follows_its_route_under_every_layout(layout: str, other_model: str) -> None:
+KEPT = ("single-padded", "single-unpacked", "pp2-vpp2", "cp2", "pp2-uneven-tp2-ep2-etp1")
+
+
+@pytest.fixture(scope="module")
+def routes_used(other_model: str) -> Callable[[str], list[cases.RoutesUsed]]:
+    return shared_worlds(cases.routes_used, ROUTED, kept=KEPT, model=other_model)
+
+
+@pytest.mark.parametrize("layout", sweep(ROUTED, KEPT))
+def test_every_token_follows_its_route_under_every_layout(
+    layout: str, routes_used: Callable[[str], list[cases.RoutesUsed]]
+) -> None:
     """The digest of all (rollout, position, layer, experts) over all ranks: none is lost, doubled
     or at another's place.
     """
-    arguments = dict(ROUTED[layout])
-    results = run_world(cases.routes_used, arguments.pop("ranks"), model=other_model, **arguments)
+    results = routes_used(layout)
     assert [(result.wrong, result.differing) for result in results] == [(0, 0)] * len(results)
     # every token but a rollout's last, in each of three MoE layers, once
     assert sum(result.slots for result in results) == 3 * (sum(LENGTHS) - len(LENGTHS))

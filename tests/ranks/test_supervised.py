@@ -9,7 +9,7 @@ import pytest
 from tests.families import random_checkpoint
 from tests.ranks import supervised_cases as cases
 from tests.rows import write
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_loss_and_gradients_equal_those_of_transformers(rows: str, model: str) -> None:
-    (found,) = run_world(cases.against_transformers, 1, rows=rows, model=model)
+    (found,) = run_world(cases.against_transformers, 1, data=rows, model=model)
     assert found.tokens > 100
     # float32 on both sides; sums in another order leave 1e-6. A token more or less in the mask, or
     # a mean over rows, changes percent.
@@ -45,12 +45,12 @@ def test_loss_and_gradients_equal_those_of_transformers(rows: str, model: str) -
 
 
 def test_an_update_does_not_depend_on_the_layout(rows: str, model: str) -> None:
-    (one,) = run_world(cases.update, 1, rows=rows, model=model, parallel={})
+    (one,) = run_world(cases.update, 1, data=rows, model=model, parallel={})
     assert not one.replayed and one.mismatch == []
     assert one.loss == pytest.approx(one.nll[0] / one.nll[1], rel=1e-6), "mean over loss tokens"
-    for axis in ("ep", "tp", "pp", "cp"):
-        parallel = {axis: 2}
-        found = run_world(cases.update, 2, rows=rows, model=model, parallel=parallel)
+    layouts = [{"parallel": {axis: 2}} for axis in ("ep", "tp", "pp", "cp")]
+    given = {"data": rows, "model": model}
+    for parallel, found in zip(layouts, run_rows(cases.update, 2, layouts, **given), strict=True):
         assert sum(each.nll[1] for each in found) == one.nll[1], parallel
         # Sums in another order: 1e-6. A rank that divided by its own count would be off by tenths.
         total = sum(each.nll[0] for each in found)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.families import family_checkpoint, random_checkpoint
 from tests.ranks import teacher_cases as cases
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -52,8 +52,10 @@ def test_teachers_do_not_depend_on_the_layout(models: tuple[str, list[str]]) -> 
     model, teachers = models
     (one,) = run_world(cases.taught, 1, model=model, teachers=teachers, parallel={})
     assert one.kl[1] > 100 and abs(one.kl[0]) > 10
-    for axis in ("ep", "tp", "pp", "cp"):
-        ranks = run_world(cases.taught, 2, model=model, teachers=teachers, parallel={axis: 2})
+    axes = ("ep", "tp", "pp", "cp")
+    rows = [{"parallel": {axis: 2}} for axis in axes]
+    given = {"model": model, "teachers": teachers}
+    for axis, ranks in zip(axes, run_rows(cases.taught, 2, rows, **given), strict=True):
         assert sum(each.kl[1] for each in ranks) == one.kl[1], axis
         # Sums in another order: 1e-6 of some 1000. A token scored by the other teacher or at
         # another place changes units.
