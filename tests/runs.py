@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,12 @@ def rows_of(log_dir: Path) -> list[dict[str, float]]:
 
 def timeless(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key == "step" or not is_wall_clock(key)}
+
+
+def without_last_checkpoint(log_dir: Path, step: int) -> None:
+    """Leave a finished run as a kill after its last but one checkpoint does."""
+    shutil.rmtree(log_dir / "checkpoints" / f"step_{step:06d}")
+    (log_dir / "checkpoints" / "latest").unlink()
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,37 +21,32 @@ from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
 from tests.processor import HAS_AMX, HAS_AVX512, needs_tiles
 from tests.sweeps import sweep
-from tests.world import run_world
+from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ep", "hosts", "reads"),
+    ("ep", "hosts", "reads"),
     [
-        (2, 2, None, "peer"),
-        pytest.param(2, 1, None, "own", marks=pytest.mark.large),
-        (2, 2, ["one", "two"], "network"),
+        (2, None, "peer"),
+        pytest.param(1, None, "own", marks=pytest.mark.large),
+        pytest.param(2, ["one", "two"], "network", marks=pytest.mark.large),
     ],
     ids=["ep2-shared-memory", "dp2", "ep2-across-machines"],
 )
 def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
-    ranks: int, ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
+    ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
 ) -> None:
-    for result in run_world(
-        push_cases.push_equals_fresh_engine,
-        ranks,
-        parallel={"ep": ep},
-        out=str(tmp_path),
-        hosts=hosts,
-    ):
+    given = {"parallel": {"ep": ep}, "out": str(tmp_path), "hosts": hosts}
+    for result in run_world(push_cases.push_equals_fresh_engine, 2, **given):
         assert result.moved, (
             "the moved weights must sample something else, or the test shows nothing"
         )
         assert result.equal
         assert result.cached_equal
         # On every rank, whichever has the engine.
-        expected = f"rank {ranks - 1}: after the weight sync to version 1 1 tensors of the engine"
+        expected = "rank 1: after the weight sync to version 1 1 tensors of the engine"
         assert expected in result.stale
         assert "1 tensors of the engine are not" in result.plan_stale  # moved: its data is current
         assert result.local_reads > 0
@@ -63,13 +60,8 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
 def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: Path) -> None:
     # The first stage has the embedding, the last one a copy of it as the output layer.
     model = family_checkpoint(tmp_path / "model", family, tied=True, **engine_sizes(family))
-    for result in run_world(
-        push_cases.push_equals_fresh_engine,
-        2,
-        parallel={"pp": 2},
-        model=str(model),
-        out=str(tmp_path),
-    ):
+    given = {"parallel": {"pp": 2}, "model": str(model), "out": str(tmp_path)}
+    for result in run_world(push_cases.push_equals_fresh_engine, 2, **given):
         assert result.moved, (
             "the moved weights must sample something else, or the test shows nothing"
         )
@@ -174,9 +166,8 @@ def test_layers_that_differ_in_one_fact_keep_vllms_way(guards: Guards) -> None:
     assert {path for path, direct in guards.changed.items() if direct} == set()
 
 
-@pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])
-def test_captured_routes_are_the_routes_that_were_used(ep: int) -> None:
-    for result in run_world(step_cases.step_routes, 2, ep=ep):
+def test_captured_routes_are_the_routes_that_were_used() -> None:
+    for result in chain(*run_rows(step_cases.step_routes, 2, [{"ep": 1}, {"ep": 2}])):
         assert result.slots > 1000
         assert result.wrong == 0
         assert result.abs_max <= 1e-4  # two float32 stacks: rounding leaves some 1e-6
@@ -184,8 +175,8 @@ def test_captured_routes_are_the_routes_that_were_used(ep: int) -> None:
 
 
 def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
-    (one,) = run_world(step_cases.sampled, 1, ep=1)
-    (narrow,) = run_world(step_cases.sampled, 1, ep=1, max_num_seqs=3, async_scheduling=False)
+    few = {"max_num_seqs": 3, "async_scheduling": False}
+    (one,), (narrow,) = run_rows(step_cases.sampled, 1, [{}, few], ep=1)
     left, right = run_world(step_cases.sampled, 2, ep=2)
     assert len(one) == 32
     assert len(set(one.values())) > 16, "samples must not share their noise"
@@ -232,10 +223,24 @@ def test_loops_compute_what_vllms_kernels_do_with_avx512_bit_for_bit(
         assert difference <= (0 if HAS_AVX512 else near), name
 
 
+@pytest.fixture(scope="module")
+def calls() -> dict[str, tuple[int, int]]:
+    """How often engines called the loops for experts and for attention."""
+    rows: dict[str, dict[str, Any]] = {
+        "float32": {"dtype": "float32"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "long": {"most_tokens": 1},
+    }
+    found = run_rows(loop_cases.calls_while_sampling, 1, list(rows.values()))
+    return {name: each for name, (each,) in zip(rows, found, strict=True)}
+
+
 @needs_tiles
-@pytest.mark.parametrize("dtype", sweep(("float32", "bfloat16"), kept=("bfloat16",)))
-def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> None:
-    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_computes_experts_and_attention_by_the_loops(
+    dtype: str, calls: dict[str, tuple[int, int]]
+) -> None:
+    of_experts, of_attention = calls[dtype]
     if dtype == "bfloat16" and HAS_AMX:
         assert of_experts == of_attention == 0  # vLLM's kernels use AMX, which is faster
         return
@@ -246,7 +251,9 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> No
 
 
 @needs_tiles
-def test_long_conversations_keep_vllms_attention_where_bits_agree() -> None:
-    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
+def test_long_conversations_keep_vllms_attention_where_bits_agree(
+    calls: dict[str, tuple[int, int]],
+) -> None:
+    of_experts, of_attention = calls["long"]
     assert of_experts
     assert of_attention == (0 if HAS_AVX512 else of_experts)

@@ -14,21 +14,25 @@ import pytest
 from r3 import assets
 from r3.cli import parse as cli
 from r3.run.prepare import prepare, refusing
+from tests.runs import rows_of
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
+def test_a_wrong_reward_prints_one_block_and_keeps_what_was_written(tmp_path: Path) -> None:
+    """It fails in the second step."""
     (tmp_path / "mine.py").write_text(
-        "import os\n"
+        "from pathlib import Path\n"
         "def mine(response, prompt):\n"
-        "    return 1 / (0 if 'LOCAL_RANK' in os.environ else 1)  # passes --check\n"
+        f"    return 1 / (not Path({str(tmp_path / 'run/metrics.jsonl')!r}).exists())\n"
     )
     flags = (
         "tiny-smoke",
         *("--rollout.prompts_per_step", "4", "--eval.path", "", "--log.dir", str(tmp_path / "run")),
+        *("--data.path", FEW_ROWS),
         *("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0"),
     )
     done = subprocess.run(
@@ -45,7 +49,10 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
     assert lines[-1] == f"  continue with: {command}"
     assert done.stderr.count("ZeroDivisionError") == 1
     assert f'File "{tmp_path}/mine.py", line 3, in mine' in done.stderr
+    assert "reward mine failed (error)" in done.stderr
+    assert "word_problems_train.jsonl[:512]:" in done.stderr, "it names the sample"
     assert len(lines) <= 16, "the block must fit on a screen"
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
     assert sorted(path.name for path in (tmp_path / "run" / "errors").glob("rank_*"))
 
 

@@ -11,7 +11,7 @@ from r3 import assets
 from r3.run.dumps import read_rollouts
 from tests.e2e import partial_cases
 from tests.e2e.partial_cases import Budgets, Copy, Kind
-from tests.runs import rows_of, run, timeless
+from tests.runs import rows_of, run, timeless, without_last_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -152,8 +152,7 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     run(straight, *flags)
     shutil.copytree(straight, resumed, symlinks=True)
     # As a kill after step 3 leaves it: the newest checkpoint is that of step 2.
-    shutil.rmtree(resumed / "checkpoints" / "step_000004")
-    (resumed / "checkpoints" / "latest").unlink()
+    without_last_checkpoint(resumed, 4)
     for step in (3, 4):
         for dump in (resumed / "rollouts").glob(f"step_{step:06d}.*"):
             dump.unlink()

@@ -11,7 +11,7 @@ import pytest
 from r3 import assets
 from tests.e2e import precision_cases as cases
 from tests.runs import rows_of, run, timeless
-from tests.world import run_world
+from tests.world import run_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -24,8 +24,8 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
     settings = json.loads((model / "config.json").read_text()) | {"head_dtype": "float32"}
     (model / "config.json").write_text(json.dumps(settings))
 
-    (rounded,) = run_world(cases.head, 1, fp32=False, model=str(model))
-    (exact,) = run_world(cases.head, 1, fp32=True, model=str(model))
+    rows = [{"fp32": False}, {"fp32": True}]
+    (rounded,), (exact,) = run_rows(cases.head, 1, rows, model=str(model))
     assert (rounded.types, rounded.rounded) == (["torch.bfloat16"], True)
     assert (exact.types, exact.rounded) == (["torch.float32"], False), (
         "logits that bfloat16 cannot hold"

@@ -58,7 +58,8 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(CHANGES, kept=("teacher",)))
+@pytest.mark.large
+@pytest.mark.parametrize("name", CHANGES)
 def test_settings_with_a_path_of_their_own_on_cuda(
     name: str, two_layers: str, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_settings_with_a_path_of_their_own_on_cuda(
     assert rehearse(cases.settings, path=path, changes=[CHANGES[name]]) == 1
 
 
+@pytest.mark.large
 def test_experiments_for_the_first_gpu() -> None:
     names = ["attention", "grouped", "kernels", "layer", "stash"]
     assert rehearse(cases.first_experiments) == names
@@ -94,12 +96,13 @@ def test_a_layer_of_fused_experts_never_waits_for_the_device() -> None:
     assert "masked_select" in found["grouped"]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])
 def test_ranks_that_share_sequences(two_layers: str, parallel: dict[str, int]) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=1, parallel=parallel)
 
 
-@pytest.mark.parametrize("experts", ["grouped", "fused"])
+@pytest.mark.parametrize("experts", sweep(("grouped", "fused"), kept=("fused",)))
 def test_ranks_that_exchange_tokens(two_layers: str, experts: str) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=1, parallel={"ep": 2}, experts=experts)
 
@@ -125,7 +128,7 @@ def test_optimizer_needs_each_of_its_waits_and_no_other() -> None:
     assert len(races) == 7 and all(races.values()), races
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.large), 1])
 def test_ranks_that_are_stages(two_layers: str, rank: int) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=rank, parallel={"pp": 2})
 

@@ -285,3 +285,12 @@ def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
                          "abandoned_step_000002")  # fmt: skip
     assert run_dir.hf(1).exists() and not run_dir.hf(2).exists()
     assert (run_dir.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
+
+
+def test_an_unfinished_run_without_a_checkpoint_is_set_aside_and_said(place: Place) -> None:
+    run_dir = RunDir(place.root / "run")
+    shutil.rmtree(run_dir.checkpoints)
+    rows, aside = run_dir.metrics.read_text(), run_dir.path / "aborted_001"
+    (note,) = place.start().notes
+    assert f"has an unfinished run without a checkpoint: moved to {aside}, " in note
+    assert (aside / "metrics.jsonl").read_text() == rows and not run_dir.metrics.exists()
