@@ -33,12 +33,12 @@ TASKS: dict[str, tuple[str, ...]] = {
         f"{EXAMPLES}[own_reward]",
     ),
     "own environment with a tool": (
-        f"{HERE}::test_own_environment_in_place_of_the_base_s",
+        "tests/unit/test_cli.py::test_an_environment_replaces_the_one_below",
         f"{PAGES}[docs/first-fifteen-minutes.md]",
         f"{EXAMPLES}[own_environment]",
     ),
     "workflow with a rewritten history and a reward per call": (
-        f"{HERE}::test_own_workflow_over_rows_that_no_reward_reads",
+        "tests/unit/test_start.py::test_a_reward_that_an_environment_may_replace_is_a_note",
         "tests/e2e/test_workflows.py::test_a_reasoning_template_trains_end_to_end",
         f"{EXAMPLES}[own_workflow]",
     ),
@@ -193,71 +193,6 @@ def test_own_rows_rewards_and_settings(desk: Desk) -> None:
     assert "accuracy" in said
     said = desk.type("../clone/.venv/bin/python generate.py runs/mine/hf/step_000001")
     assert "GENERATED" in said
-
-
-@pytest.mark.slow
-@pytest.mark.large
-def test_own_environment_in_place_of_the_base_s(desk: Desk) -> None:
-    """A run file names an environment, and its base has another one."""
-    desk.write(
-        rows_jsonl=rows(*(f"#### {n + 4}" for n in range(1, 9))),
-        words_py=(
-            "class Dictionary:\n"
-            "    tools = ({'type': 'function', 'function': {'name': 'look_up',\n"
-            "        'description': 'Look up a word.', 'parameters': {'type': 'object',\n"
-            "        'properties': {'word': {'type': 'string'}}}}},)\n\n"
-            "    def __init__(self, meaning='a number'):\n"
-            "        self.meaning = meaning\n\n"
-            "    def reset(self, prompt):\n"
-            "        self.right = prompt.answer\n"
-            "        return prompt.messages\n\n"
-            "    def step(self, message):\n"
-            "        if '<tool_call>' in message['content']:\n"
-            "            return [{'role': 'tool', 'content': self.meaning}], None, False\n"
-            "        return [], float(self.right in message['content']), True, {'asked': 1}\n"
-        ),
-        mine_yaml=(
-            "base: tiny-tools\n"
-            "data: {path: rows.jsonl}\n"
-            "env: {path: 'words.py:Dictionary', args: {meaning: seven}}\n"
-            "rollout: {prompts_per_step: 4}\n"
-            "train: {steps: 1}\n"
-            "eval: {path: ''}\n"
-        ),
-    )
-    desk.type("../clone/launch/local.sh mine.yaml")
-    (row,) = rows_of(desk.folder / "runs" / "mine")
-    assert row["env/turns_mean"] > 1 and "env/asked" in row
-
-
-@pytest.mark.slow
-@pytest.mark.large
-def test_own_workflow_over_rows_that_no_reward_reads(desk: Desk) -> None:
-    """The base's reward gsm8k cannot read the answers; the workflow gives a reward per call."""
-    desk.write(
-        rows_jsonl=rows(*(str(n + 4) for n in range(1, 9))),
-        flow_py=(
-            "def user(text):\n"
-            "    return {'role': 'user', 'content': text}\n\n\n"
-            "class DraftAndCritique:\n"
-            "    async def run(self, task, model):\n"
-            "        draft = await model.chat(task.messages, max_tokens=10)\n"
-            "        shorter = [*task.messages, user('A draft says ' + draft['content'])]\n"
-            "        final = await model.chat(shorter, max_tokens=10)\n"
-            "        return [len(draft['content']) / 10, float(task.answer in final['content'])]\n"
-        ),
-        mine_yaml=(
-            "base: tiny\n"
-            "data: {path: rows.jsonl}\n"
-            "env: {path: 'flow.py:DraftAndCritique'}\n"
-            "rollout: {prompts_per_step: 4}\n"
-            "train: {steps: 1}\n"
-            "eval: {path: ''}\n"
-        ),
-    )
-    desk.type("../clone/launch/local.sh mine.yaml")
-    (row,) = rows_of(desk.folder / "runs" / "mine")
-    assert row["step"] == 1 and row["reward/mean"] > 0
 
 
 BRIEF = """\

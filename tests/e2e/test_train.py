@@ -122,37 +122,6 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
     ]
 
 
-def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
-    before = (straight / "metrics.jsonl").read_bytes()
-    output = run(straight, *FLAGS)
-    assert "is finished: 6 steps, heldout accuracy" in output
-    assert "importing" not in output
-    assert (straight / "metrics.jsonl").read_bytes() == before
-
-
-def test_resume_refuses_a_changed_setting_by_name(straight: Path) -> None:
-    command = [
-        interpreter(),
-        "train.py",
-        "tiny-smoke",
-        "--log.dir",
-        str(straight),
-        *FLAGS,
-        "--rollout.group_size",
-        "4",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"WORLD_SIZE": "2"},
-    )
-    assert done.returncode == 2
-    assert "rollout.group_size" in done.stderr
-
-
 def test_export_scores_the_same_in_transformers(straight: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

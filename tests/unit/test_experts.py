@@ -26,27 +26,6 @@ def matrices() -> dict[tuple[int, int], torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_gets_its_rows_of_gate_and_up_and_columns_of_down(ranks: int) -> None:
-    full = matrices()
-    width = WIDTH // ranks
-    for rank in range(ranks):
-        stacked = StackedExperts(
-            w13=torch.full((EXPERTS, 2 * width, HIDDEN), torch.nan, dtype=torch.bfloat16),
-            w2=torch.full((EXPERTS, HIDDEN, width), torch.nan, dtype=torch.bfloat16),
-            rank=rank,
-        )
-        for (expert, part), matrix in full.items():
-            assert not stacked.is_complete
-            stacked.copy(expert, part, matrix)
-        assert stacked.is_complete
-        mine = slice(rank * width, (rank + 1) * width)
-        for expert in range(EXPERTS):
-            gate, up, down = (full[expert, part].bfloat16() for part in range(3))
-            assert torch.equal(stacked.w13[expert], torch.cat([gate[mine], up[mine]]))
-            assert torch.equal(stacked.w2[expert], down[:, mine])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_of_experts_are_copied_like_their_matrices(ranks: int) -> None:
     full = matrices()
     gate_up = [torch.cat([full[expert, 0], full[expert, 1]]) for expert in range(EXPERTS)]

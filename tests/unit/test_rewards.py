@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3.config import ConfigError
-from r3.rewards import REWARDS, checked, exact, gsm8k, resolve
+from r3.rewards import REWARDS, checked, exact, resolve
 from r3.types import Prompt
 from r3.user_code.workers import CallError
 
@@ -19,42 +19,6 @@ pytestmark = pytest.mark.unit
 
 def prompt(answer: str) -> Prompt:
     return Prompt(id="rows.jsonl:7", messages=(), tokens_T=(1,), answer=answer)
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("3+4=7\n#### 7", "steps\n#### 7", 1.0),
-        ("####7", "#### 7", 1.0),
-        ("#### 1,234.50", "#### 1234.5", 1.0),
-        ("#### $18.00", "#### 18", 1.0),
-        ("#### -$5", "#### -5", 1.0),
-        ("#### $-5", "#### -5", 1.0),
-        ("#### .5", "#### 0.50", 1.0),
-        ("#### 7.", "#### 7", 1.0),
-        ("#### 7%", "#### 7", 1.0),
-        ("#### 3\nno: #### 7", "#### 7", 1.0),  # the last one counts
-        ("#### 7\nno: #### 3", "#### 7", 0.0),
-        ("#### 0.1", "#### 0.10000000000000001", 0.0),  # equal as floats, not as numbers
-        ("the answer is 7", "#### 7", 0.0),
-        ("", "#### 7", 0.0),
-        ("#### 1/2", "#### 1", 0.0),
-        ("#### 1e5", "#### 1", 0.0),
-        ("#### 12abc", "#### 12", 0.0),
-        ("#### 12.5x", "#### 12", 0.0),
-        ("#### 1,234abc", "#### 1", 0.0),
-        ("#### --5", "#### 5", 0.0),
-        ("####\n7", "#### 7", 0.0),
-        ("#### \u0667", "#### 7", 0.0),  # a digit of another script
-    ],
-)
-def test_gsm8k(response: str, answer: str, reward: float) -> None:
-    assert gsm8k(response, prompt(answer)) == reward
-
-
-def test_gsm8k_refuses_an_answer_without_number() -> None:
-    with pytest.raises(ValueError, match="has no '#### number': 'seven'"):
-        gsm8k("#### 7", prompt("seven"))
 
 
 def test_exact_ignores_outer_white_space_only() -> None:
