@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -223,24 +222,10 @@ def test_loops_compute_what_vllms_kernels_do_with_avx512_bit_for_bit(
         assert difference <= (0 if HAS_AVX512 else near), name
 
 
-@pytest.fixture(scope="module")
-def calls() -> dict[str, tuple[int, int]]:
-    """How often engines called the loops for experts and for attention."""
-    rows: dict[str, dict[str, Any]] = {
-        "float32": {"dtype": "float32"},
-        "bfloat16": {"dtype": "bfloat16"},
-        "long": {"most_tokens": 1},
-    }
-    found = run_rows(loop_cases.calls_while_sampling, 1, list(rows.values()))
-    return {name: each for name, (each,) in zip(rows, found, strict=True)}
-
-
 @needs_tiles
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_computes_experts_and_attention_by_the_loops(
-    dtype: str, calls: dict[str, tuple[int, int]]
-) -> None:
-    of_experts, of_attention = calls[dtype]
+@pytest.mark.parametrize("dtype", sweep(("float32", "bfloat16"), kept=("bfloat16",)))
+def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> None:
+    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, dtype=dtype)
     if dtype == "bfloat16" and HAS_AMX:
         assert of_experts == of_attention == 0  # vLLM's kernels use AMX, which is faster
         return
@@ -251,9 +236,7 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(
 
 
 @needs_tiles
-def test_long_conversations_keep_vllms_attention_where_bits_agree(
-    calls: dict[str, tuple[int, int]],
-) -> None:
-    of_experts, of_attention = calls["long"]
+def test_long_conversations_keep_vllms_attention_where_bits_agree() -> None:
+    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
     assert of_experts
     assert of_attention == (0 if HAS_AVX512 else of_experts)
