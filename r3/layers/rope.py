@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from r3.kernels import norm_rope  # noqa: F401  (defines torch.ops.r3)
-from r3.models.shape import RopeScaling
+from r3.models.hf_config import RopeScaling
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -1,17 +1,16 @@
 """The tensors of a model: names and shapes in the checkpoint, Megatron's names, and conversion.
 
-The tables follow from `ModelShape` alone. Sizes, loading, weight sync and export all use them.
+The tables follow from `ModelSizes` alone. Sizes, loading, weight sync and export all use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from r3.models.families import LatentAttention
-    from r3.models.shape import ModelShape
+from r3.models.families import LatentAttention
+from r3.models.sizes import ModelSizes
 
 Kind = Literal["replicated", "column", "row", "qkv", "gated"]
 """How a Megatron tensor is made of HF tensors and sharded over tensor-parallel ranks:
@@ -49,7 +48,7 @@ class Rules:
     expert: Mapping[str, Rule]
 
 
-def conversion_rules(shape: ModelShape) -> Rules:
+def conversion_rules(shape: ModelSizes) -> Rules:
     """Return the rules for every tensor that Megatron builds for this model."""
     hidden, names = shape.hidden_size, shape.moe_names
     embedding = Rule("column", {"model.embed_tokens.weight": (shape.vocab_size, hidden)})
@@ -114,7 +113,7 @@ def _mlp(
     }
 
 
-def _attention(shape: ModelShape) -> dict[str, Rule]:
+def _attention(shape: ModelSizes) -> dict[str, Rule]:
     hidden, ours, theirs = shape.hidden_size, "self_attention", "self_attn"
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     widths = {"q": (2 if shape.output_gate else 1) * queries, "k": keys, "v": keys}
@@ -138,7 +137,7 @@ def _attention(shape: ModelShape) -> dict[str, Rule]:
     return rules
 
 
-def _latent_attention(shape: ModelShape, latent: LatentAttention) -> dict[str, Rule]:
+def _latent_attention(shape: ModelSizes, latent: LatentAttention) -> dict[str, Rule]:
     hidden, heads, query_rank = shape.hidden_size, shape.num_heads, latent.query_rank
     queries = heads * (latent.nope_size + latent.rope_size)
     values = heads * (latent.nope_size + latent.value_size)

@@ -24,9 +24,9 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
+from r3.models.hf_config import RopeScaling
 from r3.models.shape import (
     ModelShape,
-    RopeScaling,
     ShapeError,
     checkpoint_faults,
     checkpoint_tensors,
