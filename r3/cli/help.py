@@ -1,12 +1,16 @@
-"""The help of the command line, from the dataclasses of `r3.config`."""
+"""The help of the command line. tyro draws the settings from the dataclasses of `r3.config`."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from r3.config import SETTINGS, Config, shown
 from r3.configs import PRESETS
@@ -85,38 +89,80 @@ def columns() -> str:
     return "\n".join(["columns of the console", *_list({**_COLUMNS, LEFT[0]: LEFT[1]})])
 
 
-def settings(name: str, config: Config, sections: Collection[str] = ()) -> str:
-    """Every setting with its meaning, its rule and its value in `config`.
+def print_settings(
+    name: str, config: Config, sections: Collection[str] = (), *, prints: bool
+) -> NoReturn:
+    """Print every setting with its meaning and its value in `config`; ends the process.
 
     Args:
         name: of the base; "" without one.
-        sections: those of these sections only.
+        sections: print those of these sections only.
     """
-    what = f"Settings of {', '.join(sections)}" if sections else "Every setting"
-    lines = [f"{what}. Defaults are those of {name or 'an empty preset'}."]
-    for section, values in asdict(config).items():
-        if section in sections or not sections:
-            about = (type(getattr(config, section)).__doc__ or "").splitlines()[0]
-            lines += ["", textwrap.fill(f"{section}: {about}", width())]
-            for field, value in values.items():
-                setting = SETTINGS[f"{section}.{field}"]
-                words = str(setting.rule or "")
-                rule = f" {words[0].upper()}{words[1:]}." if words else ""
-                text = f"{setting.help}{rule} (default: {shown(value)})"
-                lines.append(_indented(f"--{setting.name} {metavar(setting.kind)}", 2))
-                lines.append(_indented(text, 6))
-    return "\n".join(lines)
-
-
-def _indented(text: str, columns: int) -> str:
-    indent = " " * columns
-    return textwrap.fill(
-        text, width(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    _give_tyro_the_texts()
+    hints = get_type_hints(Config)
+    wanted = make_dataclass(
+        "Settings",
+        [
+            (each, hints[each], field(default=getattr(config, each)))
+            for each in SECTIONS
+            if each in sections or not sections
+        ],
+        frozen=True,
     )
+    what = f"Settings of {', '.join(sections)}" if sections else "Every setting"
+    tyro.cli(
+        wanted,
+        args=["--help"],
+        prog=f"train.py {name}".rstrip(),
+        description=f"{what}. Defaults are those of {name or 'an empty preset'}.",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_registry(),
+        console_outputs=prints,
+    )
+    raise AssertionError("tyro ends the process after help")
+
+
+def _give_tyro_the_texts() -> None:
+    """Put help text and rule of every setting where tyro looks first.
+
+    Its own reader of docstrings keeps the line breaks of the source.
+    """
+    for section in fields(Config):
+        for each in fields(type(getattr(Config(), section.name))):
+            setting = SETTINGS[f"{section.name}.{each.name}"]
+            words = str(setting.rule or "")
+            rule = f" {words[0].upper()}{words[1:]}." if words else ""
+            each.metadata = MappingProxyType({"help": setting.help + rule})
+
+
+def _registry() -> ConstructorRegistry:
+    """How tyro names the values of a setting and shows its default."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if is_dataclass(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=metavar(info.type),
+            instance_from_str=list,
+            is_instance=lambda _: True,
+            str_from_instance=_default,
+        )
+
+    return registry
 
 
 def metavar(kind: Any) -> str:
-    """What stands for the value of a setting: INT, TEXT ..., {off, r2, r3}."""
+    """What stands for the value of a setting: INT, TEXT ..., {off,r2,r3}."""
     if get_origin(kind) is tuple:
         return f"{metavar(get_args(kind)[0])} ..."
-    return _NAMES.get(kind) or f"{{{', '.join(map(str, get_args(kind)))}}}"
+    if kind in _NAMES:
+        return _NAMES[kind]
+    return "{" + ",".join(map(str, get_args(kind))) + "}"
+
+
+def _default(value: Any) -> list[str]:
+    return [shown(word) for word in value] if isinstance(value, tuple) and value else [shown(value)]

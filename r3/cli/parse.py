@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
     if words.help:
         name, config = (base.name, base.config) if base else ("", Config())
-        _leave(0, helps.settings(name, config, words.topics))
+        helps.print_settings(name, config, words.topics, prints=is_leader())
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
