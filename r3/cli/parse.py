@@ -1,8 +1,8 @@
 """The command line: `train.py BASE [--section.field value ...]`, `--from RUN_DIR`, `--dry-run`.
 
-Flags are those of `r3.config.SETTINGS` and a few of the command's own. Values are read as in YAML
-(`r3.config.read_values`), so that everything wrong, from a misspelt flag to a bad row of the data,
-is reported at once, before anything is written. Imports neither torch nor vllm nor megatron.
+tyro finds the flags and their words. Values are read as in YAML (`r3.config.read_values`), so that
+everything wrong, from a misspelt flag to a bad row of the data, is reported at once, before
+anything is written. Imports neither torch nor vllm nor megatron.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from r3.checks import Report, examine
 from r3.checks.objective import in_effect
@@ -62,8 +65,6 @@ from r3.runtime.terminal import own_streams, say
 
 T = TypeVar("T")
 
-# A word that begins with a hyphen and is no number is a flag. What follows = is its first value.
-_FLAG = re.compile(r"(?s)(--?(?![\d.-])[^\s=]+)(?:=(.*))?")
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help", "models")
 _OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
@@ -95,6 +96,26 @@ class Invocation:
     overrides_with_secrets: str
     world_size: int
     check: bool = False
+
+
+class _Given(tuple[str, ...]):
+    """The words behind a flag, as tyro hands them over."""
+
+
+@dataclass(frozen=True)
+class _CommandLine:
+    """What tyro reads: the flags of train.py, then those of every setting."""
+
+    run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
+    world_size: str = ""
+    device_gib: str = ""
+    host_gib: str = ""
+    plan_for: str = ""
+    dry_run: str = ""
+    check: str = ""
+    help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
+    models: str = ""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 @dataclass(kw_only=True)
@@ -343,50 +364,88 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
-    """Take a command line apart: every flag has the words up to the next flag.
+    """The words of every flag, found by tyro. Every flag takes any number of them here.
 
-    No value is read here: values are checked together, afterwards, so that all mistakes are
-    reported at once.
+    tyro stops at the first value it cannot read. Here it reads none: values are checked together,
+    afterwards, so that all mistakes are reported at once.
     """
-    words, bare = _Words(), list[str]()
-    given: list[tuple[str, list[str]]] = [("", bare)]
-    for word in argv:
-        if found := _FLAG.fullmatch(word):
-            given.append((found[1], [] if found[2] is None else [found[2]]))
-        else:
-            given[-1][1].append(word)
-    times = Counter[str]()
-    for flag, values in given[1:]:
-        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
+    found, others = tyro.cli(
+        _CommandLine,
+        args=list(argv),
+        return_unknown_args=True,
+        add_help=False,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_any_words(),
+        console_outputs=is_leader(),
+    )
+    words = _Words(bases=_unknown(others, problems))
+    own = {name: getattr(found, name) for name in (*_SWITCHES, *_OF_ONE_WORD[1:])}
+    for name, values in {"from": found.run_dir, **own, **flatten(found.settings)}.items():
+        if not isinstance(values, _Given):
+            continue
         setting = SETTINGS.get(name)
         if name in _SWITCHES:
             setattr(words, name, True)
             words.topics += [word for word in values if name == "help" and word in helps.TOPICS]
-            bare += [word for word in values if word not in words.topics]
-        elif setting is None and name not in _OF_ONE_WORD:
-            value = values.pop(0) if values and values[0] not in PRESETS else ""
-            fix = nearest_settings(name)
-            if not flag.startswith("--"):
-                fix = "write --section.field=VALUE where a value begins with -"
-            problems.append(Problem(flag, value, "there is no such flag", fix))
-            bare += values
+            words.bases += [word for word in values if word not in words.topics]
         elif setting and setting.is_list and values:
             words.flags[name] = tuple(values) if len(values) > 1 else values[0]
         elif not values and not (setting and setting.kind is bool):
+            flag = f"--{name if setting else name.replace('_', '-')}"
             empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
             problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
         else:  # a switch alone means true
-            first, *rest = values or ["True"]
-            bare += rest
+            first, *rest = values or ("True",)
+            words.bases += rest
             (words.flags if setting else words.own)[name] = first
-        times[name] += 1
-    words.bases = bare
+    # tyro keeps the last, without a word.
+    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
+    times = Counter(flag.removeprefix("--").replace("-", "_") for flag in flags)
     words.warnings += [
         f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
         for name, value in words.flags.items()
         if times[name] > 1
     ]
     return words
+
+
+def _any_words() -> ConstructorRegistry:
+    """tyro collects the words of every flag and leaves them as they are."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def collect(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if is_dataclass(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="WORDS",
+            instance_from_str=_Given,
+            is_instance=lambda _: True,
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
+def _unknown(others: Sequence[str], problems: list[Problem]) -> list[str]:
+    """Report flags that tyro does not know, each with the word behind it; return other words."""
+    bare: list[str] = []
+    rest = list(others)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            bare.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if not equals and rest and not rest[0].startswith("-") and rest[0] not in PRESETS:
+            value = rest.pop(0)
+        fix = nearest_settings(flag.removeprefix("--").replace("-", "_"))
+        if not flag.startswith("--"):
+            fix = "write --section.field=VALUE where a value begins with -"
+        problems.append(Problem(flag, value, "there is no such flag", fix))
+    return bare
 
 
 def _base(words: _Words, problems: list[Problem]) -> Base | None:
