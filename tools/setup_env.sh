@@ -16,7 +16,7 @@ torch_index=${R3_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { echo "setup: $*"; }
 # `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
-# --no-compile: Python compiles what it imports, a tenth of the packages' modules. Compiling all takes two minutes.
+# --no-compile: Python compiles what it imports, a quarter of the modules. All would take a core two minutes.
 pip_install() { "$py" -m pip install --disable-pip-version-check -qq --no-compile "$@"; }
 # pip says nothing for minutes. It first downloads all packages of a call, then unpacks them.
 pip_install_shown() {

@@ -48,8 +48,8 @@ class Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """Causal attention over packed [t, h, d], with as many key heads as query heads: products of
-    torch, once for all neighbours of equal length.
+    """Causal attention over packed [t, h, d] by products of torch, neighbours of equal length at
+    once. There are as many key heads as query heads.
 
     Attributes:
         lengths: of the sequences.

@@ -15,13 +15,15 @@ def exchange_without_copies(wrapped: list[Any]) -> None:
     itself: nothing is left to do. On CPU, gloo's reduce-scatter is an all-reduce of a copy, and its
     all-gather collects into a second tensor. Here gloo sums in the gradients, of which a rank reads
     its own part only, and each rank sends its parameters to where they belong. On CUDA, Megatron's
-    own collectives stay. Gradients are not scaled: `calculate_per_token_loss` says so.
+    own collectives stay. Gradients are not scaled, because of `calculate_per_token_loss`.
 
     Args:
         wrapped: this rank's model chunks.
     """
     for chunk in wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            factors = {bucket.gradient_scaling_factor for bucket in group.buckets}
+            assert factors == {1.0}, f"rank {dist.get_rank()}: gradients to be scaled by {factors}"
             if group.intra_distributed_optimizer_instance_size == 1:
                 group.start_grad_sync = group.start_param_sync = _skip
             elif not group.buckets[0].grad_data.is_cuda:

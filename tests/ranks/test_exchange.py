@@ -10,6 +10,7 @@ import torch
 
 from r3.policy.exchange import exchange_without_copies
 from r3.runtime.device import Device
+from tests.errors import message_of
 from tests.policies import build
 from tests.tiny import tiny_config
 from tests.world import run_world
@@ -106,6 +107,18 @@ def _parts(group: Any, name: str) -> list[torch.Tensor]:
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def scaled(device: Device) -> str:
+    """What is said about a bucket whose gradients Megatron would scale."""
+    _, policy = build(device, tiny_config())
+    policy.wrapped[0].bucket_groups[0].buckets[0].gradient_scaling_factor = 0.5
+    return message_of(lambda: exchange_without_copies(policy.wrapped), AssertionError)
+
+
+def test_gradients_that_megatron_would_scale_are_refused() -> None:
+    (said,) = run_world(scaled, 1)
+    assert said == "AssertionError: rank 0: gradients to be scaled by {0.5}"
 
 
 @pytest.mark.parametrize(
