@@ -96,7 +96,10 @@ unset PYTHONDONTWRITEBYTECODE
 OMP_NUM_THREADS=1 "$py" -m r3.kernels.prepare &
 kernels=$!
 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
-  'import megatron.core, r3.run.start, torch, transformers; from vllm import LLM'
+  'import megatron.core, transformers, vllm
+from r3.run.forked_ranks import preload
+from r3.runtime.device import has_gpu
+has_gpu() or preload()'
 wait "$kernels"
 echo "$key" >"$stamp"
 say "done in $SECONDS s"
