@@ -70,6 +70,9 @@ for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
   [ -f "$info/INSTALLER" ] || rm -rf "$info"
 done
 
+# Python brings a pip that may be years old. The newest needs half of the time to find the packages of the lock.
+pip_install --upgrade pip || say "no newer pip within reach: this takes a minute longer"
+
 # The CPU build of torch: where pip already looks, else on PyTorch's own index. The probes download nothing big.
 torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$lock")
 if pip_install --dry-run --no-deps "$torch+cpu" 2>/dev/null; then
