@@ -25,6 +25,12 @@ from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
 RUNS = "tests.warm:preload"
+# What else ranks import that train the shipped model and save it.
+_OF_THE_SHIPPED_MODEL = (
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "transformers.models.qwen3_moe.configuration_qwen3_moe",
+    "vllm.model_executor.models.qwen3_moe",
+)
 _SHEBANG = """\
 #!{python} -IS
 import sys
@@ -146,6 +152,8 @@ def preload() -> None:
     from r3.run import forked_ranks
 
     forked_ranks.preload()
+    for name in _OF_THE_SHIPPED_MODEL:
+        importlib.import_module(name)
     import r3.cli.parse  # noqa: F401
     from r3.kernels import tiles
     from r3.kernels.prepare import prepare

@@ -115,6 +115,10 @@ def import_for_cpu() -> None:
     """Import what an engine on CPU will import when it is built, but for the model's module."""
     with importing(without=_UNUSED_ON_CPU):
         import vllm.entrypoints.llm
+        import vllm.model_executor.layers.fused_moe.experts.cpu_moe
+        import vllm.model_executor.layers.quantization.online.base
+        import vllm.v1.attention.backends.cpu_attn
+        import vllm.v1.core.sched.scheduler
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
 

@@ -49,11 +49,15 @@ def preload() -> None:
 def fork_ranks() -> None:
     """Let torchrun (torch 2.13) fork ranks from this process where it would start a program."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
         return ForkedRank(args, env)
 
     SubprocessHandler._popen = popen
+    # torch looks up the sources of all frames for the name of one, for a log that nobody keeps.
+    # Beside the modules that ranks need, that takes seconds of every start and end.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class ForkedRank:

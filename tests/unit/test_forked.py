@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from r3.run.forked_ranks import ForkedRank, preload
+from r3.run.forked_ranks import ForkedRank, fork_ranks, preload
 from r3.run.watcher import ENDS_RANK
 from tests.world import ROOT
 
@@ -131,6 +131,26 @@ except Stop:
 pid, status = os.waitpid(-1, 0)
 print(os.waitstatus_to_exitcode(status) == -signal.SIGUSR1)
 """
+
+
+def test_torch_hears_the_names_that_it_would_read_from_all_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    monkeypatch.setattr(
+        SubprocessHandler, "_popen", SubprocessHandler._popen
+    )  # restored at the end
+    theirs = dynamic_rendezvous.get_method_name
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", theirs)
+    fork_ranks()
+    assert dynamic_rendezvous.get_method_name is not theirs
+
+    def record() -> list[str]:
+        return [theirs(), dynamic_rendezvous.get_method_name()]
+
+    assert record() == [test_torch_hears_the_names_that_it_would_read_from_all_frames.__name__] * 2
 
 
 def test_a_signal_that_arrives_in_the_fork_is_not_lost(script: Path) -> None:
