@@ -25,7 +25,7 @@ from r3.envs.endpoint import Access, serve
 from r3.envs.openai_api import MODEL
 from r3.envs.workflow import Model
 from r3.types import Prompt
-from r3.user_code.workers import CallError
+from r3.user_code.calls import CallError
 
 _LAST_LINES = 20
 _LAST_BYTES = 4000

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
-from r3.envs import ENVIRONMENTS, Environment, checked_messages, checked_step, find
+from r3.envs.calls import Environment, Source, call, call_async, call_in_worker
+from r3.envs.find import ENVIRONMENTS, find
 from r3.types import Message, Prompt
-from r3.user_code.loading import load
+from r3.user_code.calls import Failure
 from r3.user_code.values import own_copy
-from r3.user_code.workers import Done, Failure, Here, Place, Pool, Processes, Threads
+from r3.user_code.workers import Done, Here, Place, Pool, Processes, Threads
 
 _CLOSE_POLL_S = 0.2
 
@@ -62,7 +62,8 @@ class Environments:
         self._class = cast("type[Environment]", find(settings))
         self._name = settings.path or settings.name
         arguments = keyword_arguments(settings.args)
-        self._source = _Source(self._name if settings.workers else self._class, arguments)
+        by_path = settings.workers and settings.path  # workers load the file themselves
+        self._source = Source(settings.path if by_path else self._class, arguments)
         self.tools: Sequence[Any] = own_copy(tuple(getattr(self._class, "tools", ())))
         self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
@@ -71,10 +72,10 @@ class Environments:
             inspect.iscoroutinefunction(getattr(self._class, name, None))
             for name in ("reset", "step", "close")
         )
-        self._create = _call_in_worker if settings.workers else _call
+        self._create = call_in_worker if settings.workers else call
         self._call: Callable[..., Any] = self._create
         if is_async and not settings.workers:
-            self._call = _call_async
+            self._call = call_async
         place: Place
         if settings.workers:
             place = Processes(settings.workers, preload=[settings.path] if settings.path else [])
@@ -225,57 +226,3 @@ class Environments:
             warnings.warn(
                 f"{self._name}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """How an environment is created: its class, or in workers the name of it, and arguments."""
-
-    found: Callable[..., Environment] | str
-    arguments: Mapping[str, Any]
-
-    def create(self) -> Environment:
-        found = self.found
-        if isinstance(found, str):
-            found = ENVIRONMENTS.get(found) or load(found)
-        return cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
-
-
-# What the methods return, checked. "" only creates the environment.
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "": lambda _: None,
-    "reset": lambda value: checked_messages(value, "reset"),
-    "step": checked_step,
-    "close": lambda _: None,
-}
-
-
-def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Any]:
-    """Return an environment, which may have to be created, and what its method returns."""
-    environment = state.create() if isinstance(state, _Source) else state
-    return environment, getattr(environment, method)(*own_copy(arguments)) if method else None
-
-
-def _call(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
-    environment, value = _started(state, method, arguments)
-    value = asyncio.run(_settled(value)) if inspect.isawaitable(value) else value
-    return environment, _CHECKS[method](value)
-
-
-async def _call_async(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
-    environment, value = _started(state, method, arguments)
-    return environment, _CHECKS[method](await _settled(value))
-
-
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
-def _call_in_worker(method: str, state: Any, *arguments: Any) -> tuple[bytes, Any]:
-    """Call a method of an environment that travels as bytes.
-
-    Only workers open them: the main process needs none of its classes.
-    """
-    given = pickle.loads(state) if isinstance(state, bytes) else state
-    environment, value = _call(method, given, *arguments)
-    return b"" if method == "close" else pickle.dumps(environment), value

@@ -31,8 +31,9 @@ from r3.config.arguments import keyword_arguments
 from r3.envs.tool_calls import Parsed
 from r3.metrics.users import checked_metrics
 from r3.types import Message, Prompt
+from r3.user_code.calls import CallError, CallTimeout
 from r3.user_code.values import number, own_copy
-from r3.user_code.workers import CallError, CallTimeout, Done, Pool, Threads
+from r3.user_code.workers import Done, Pool, Threads
 
 _WAIT_S = 0.01  # for calls of the model, between looks at episodes that have ended
 _BEAT_S = 1.0  # between signs of life that the event loop is asked for

@@ -21,17 +21,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from r3.config.arguments import Taker
 from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
 from r3.runtime.terminal import say
 from r3.types import Prompt
+from r3.user_code.calls import CallError
 from r3.user_code.loading import callable_of, function_of, problem
 from r3.user_code.time_limit import time_limit
 from r3.user_code.values import number, own_copy
-from r3.user_code.workers import CallError
+
+if TYPE_CHECKING:
+    from r3.config.arguments import Taker
 
 Reward = Callable[[str, Prompt], Any]
 
@@ -115,6 +117,8 @@ def taker_of(name: str, spec: str) -> Taker:
     Raises:
         ConfigError: it cannot be loaded.
     """
+    from r3.config.arguments import Taker
+
     signature = inspect.signature(callable_of("reward.function", spec, _PASSED))
     return Taker(name=name, signature=signature, passed=len(_PASSED), optional=_PASSED_BY_NAME)
 

@@ -20,8 +20,8 @@ from r3.config.arguments import keyword_arguments
 from r3.config.secrets import HIDDEN
 from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.types import Prompt
+from r3.user_code.calls import CallError
 from r3.user_code.loading import problem
-from r3.user_code.workers import CallError
 
 _LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
 _OPEN_QUERY = ("api-version", "api_version")  # what may follow an address: Azure's version

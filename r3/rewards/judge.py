@@ -13,8 +13,8 @@ from r3.config import RewardConfig
 from r3.envs.tool_calls import without_thoughts
 from r3.rewards import checked
 from r3.types import Message, Prompt
+from r3.user_code.calls import CallError
 from r3.user_code.loading import problem
-from r3.user_code.workers import CallError
 
 TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
 

@@ -23,8 +23,9 @@ from r3.models.hub import folder_of
 from r3.rewards import checked
 from r3.runtime.device import Device, Stash, select_device
 from r3.types import Prompt
+from r3.user_code.calls import CallError, Failure
 from r3.user_code.loading import problem
-from r3.user_code.workers import CallError, Failure, Place
+from r3.user_code.workers import Place
 
 HEADS = ("value_head", "v_head", "reward_head")
 """Names that other trainers give to the head, which is `score` in transformers."""

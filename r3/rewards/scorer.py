@@ -15,7 +15,6 @@ waits for a component.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import time
 from collections import Counter
@@ -33,17 +32,17 @@ from r3.rewards import (
     REWARDS,
     UNREAD,
     Score,
-    checked_group,
     checked_score,
     resolve,
     taker_of,
 )
+from r3.rewards.own import Own
 from r3.rewards.self_judge import SelfJudge
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
-from r3.user_code.loading import assign, load, problem
-from r3.user_code.values import own_copy
-from r3.user_code.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
+from r3.user_code.calls import CallError, Failure
+from r3.user_code.loading import assign, problem
+from r3.user_code.workers import Here, Place, Pool, Processes, Threads
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 
@@ -480,7 +479,7 @@ def _component(
     function = resolve(spec, arguments)
     parameters = inspect.signature(function).parameters
     of_group = next(iter(parameters), "") == "responses"
-    own = _Own(spec if settings.workers else function, dict(arguments), of_group)
+    own = Own(spec if settings.workers else function, dict(arguments), of_group)
     place: Place = Processes(settings.workers, preload=[spec]) if settings.workers else Threads()
     is_awaited = inspect.iscoroutinefunction(function) and not settings.workers
     return Component(
@@ -506,30 +505,3 @@ def _no_verifier(response: str, prompt: Prompt) -> float:
     found = verifier_of(prompt.metadata)
     rule = f"the column verifier of {prompt.id} is {found!r}, which is not in reward.row_functions"
     raise CallError(rule, again=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A user's function, or its path in worker processes, which have loaded its file already."""
-
-    function: Callable[..., Any] | str
-    arguments: dict[str, Any]
-    of_group: bool
-
-    def call(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
-        value = self._started(response, prompt, messages)
-        value = asyncio.run(value) if inspect.iscoroutine(value) else value
-        return self._checked(value, response)
-
-    async def call_async(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
-        return self._checked(await self._started(response, prompt, messages), response)
-
-    def _started(self, response: Any, prompt: Prompt, messages: tuple[Any, ...]) -> Any:
-        """Call the function with copies: it may change what it gets."""
-        function = load(self.function) if isinstance(self.function, str) else self.function
-        named = {"messages": messages[0]} if messages else {}
-        return function(own_copy(response), own_copy(prompt), **own_copy(self.arguments | named))
-
-    def _checked(self, value: Any, response: Any) -> Score | tuple[Score, ...]:
-        """Check the value of one response, or those of a group's list of responses."""
-        return checked_group(value, len(response)) if self.of_group else checked_score(value)

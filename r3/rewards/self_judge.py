@@ -16,7 +16,8 @@ from r3.data.template import Renderer
 from r3.rewards import Score
 from r3.rewards.judge import filled, parsed, template_of
 from r3.types import Prompt
-from r3.user_code.workers import CallError, Failure, Place
+from r3.user_code.calls import CallError, Failure
+from r3.user_code.workers import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from r3.data.numbers import plain
 from r3.rewards import Score, compared
 from r3.types import Prompt
-from r3.user_code.workers import CallError
+from r3.user_code.calls import CallError
 
 # It warns at every call that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

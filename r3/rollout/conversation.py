@@ -11,8 +11,8 @@ from typing import Any, cast
 from r3.config import EnvConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling, message_parser
-from r3.envs import find, is_workflow
 from r3.envs.chat import Chat
+from r3.envs.find import find, is_workflow
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.envs.workflow import Workflow, Workflows

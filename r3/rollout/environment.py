@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from r3.data.jinja import TemplateFault
 from r3.engine import Sampled, Transcript
-from r3.envs import Step
+from r3.envs.calls import Step
 from r3.envs.runner import StateError
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,

@@ -3,6 +3,8 @@
 A file runs once per process and run, within a time limit: `forget_files` makes the next run read
 it again. `load_for` and `function_of` turn everything that
 can go wrong into one `ConfigError` that names setting, file and fix.
+
+Worker processes import this module first. So it imports what settings need only for their errors.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from r3.config import ConfigError, Problem
-from r3.config.arguments import Taker, assigned
 from r3.runtime.process_state import restored
 from r3.user_code.time_limit import time_limit
+
+if TYPE_CHECKING:
+    from r3.config import ConfigError, Problem
+    from r3.config.arguments import Taker
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -216,6 +220,8 @@ def function_of(
     function = callable_of(field, spec, parameters)
     signature = inspect.signature(function)
     if wrong := call_problem(field, spec, signature, parameters, arguments, optional=optional):
+        from r3.config import ConfigError
+
         raise ConfigError([wrong])
     return function
 
@@ -241,6 +247,8 @@ def call_problem(
         if field == "reward.function":
             definition += f"` or, for all samples of a prompt, `def {name}(responses, prompt)"
         fix = f"write `{definition}`; --{field.partition('.')[0]}.args sets further parameters"
+        from r3.config import Problem
+
         return Problem(field, spec, rule, fix)
     return None
 
@@ -251,6 +259,9 @@ def assign(field: str, items: Sequence[str], takers: Sequence[Taker]) -> list[di
     Raises:
         ConfigError: an argument fits none.
     """
+    from r3.config import ConfigError, Problem
+    from r3.config.arguments import assigned
+
     given, faults = assigned(items, takers)
     if faults:
         raise ConfigError([Problem(field, *fault) for fault in faults])
@@ -259,4 +270,6 @@ def assign(field: str, items: Sequence[str], takers: Sequence[Taker]) -> list[di
 
 def problem(field: str, spec: object, rule: str, fix: str) -> ConfigError:
     """Return the error of one setting."""
+    from r3.config import ConfigError, Problem
+
     return ConfigError([Problem(field=field, value=spec, rule=rule, fix=fix)])

@@ -24,45 +24,18 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from r3.runtime.process import die_with_parent
-from r3.user_code.loading import START_LIMIT_S, as_named, load
+from r3.user_code.calls import Failure, failure_of, outcome
+from r3.user_code.loading import START_LIMIT_S
 
 _LONGEST_BACKOFF_S = 60.0
-
-
-class CallError(Exception):
-    """An error with advice: whether a retry may help, and how long to wait before it."""
-
-    def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
-        super().__init__(text)
-        self.again, self.wait_s = again, wait_s
-
-
-class CallTimeout(CallError):
-    """A call that limits its own time has taken too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call has no value: an exception, a time-out, or the end of its process.
-
-    `again`: whether trying again may help; `wait_s`: not before so many seconds (`CallError`).
-    """
-
-    kind: Literal["error", "timeout", "crash"]
-    text: str
-    again: bool = True
-    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +242,7 @@ class Here(Place):
     """Runs calls directly in the caller's thread: for functions that take microseconds."""
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._ended.put((token, *_outcome(function, arguments)))
+        self._ended.put((token, *outcome(function, arguments)))
 
 
 class Threads(Place):
@@ -293,7 +266,7 @@ class Threads(Place):
             coroutine = self._await(token, function, arguments)
             self._tasks[token] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         else:
-            work = lambda: self._ended.put((token, *_outcome(function, arguments)))  # noqa: E731
+            work = lambda: self._ended.put((token, *outcome(function, arguments)))  # noqa: E731
             threading.Thread(target=work, daemon=True, name=f"r3-call-{token}").start()
 
     async def _await(
@@ -304,7 +277,7 @@ class Threads(Place):
         except asyncio.CancelledError:
             raise  # abandoned
         except BaseException as error:  # users' code may raise anything
-            self._ended.put((token, None, _failure(error)))
+            self._ended.put((token, None, failure_of(error)))
 
     def abandon(self, token: int) -> None:
         if token in self._tasks:
@@ -425,48 +398,6 @@ class Processes(Place):
         self._workers[self._workers.index(worker)] = _spawn(self._preload)
 
 
-def _outcome(
-    function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> tuple[Any, Failure | None]:
-    try:
-        value = function(*arguments)
-        return (asyncio.run(value) if inspect.iscoroutine(value) else value), None
-    except KeyboardInterrupt:  # of the person at the terminal
-        raise
-    except BaseException as error:
-        # Users' code may raise anything, SystemExit too: it becomes the result of its call.
-        return None, _failure(error)
-
-
-# Errors of Python and math-verify about a time limit that a function sets in a thread.
-_SIGNALS = ("signal only works in main thread", "signal.alarm()")
-_NO_SIGNALS = (
-    "The function sets a time limit of its own by a signal, which threads cannot. Run it in "
-    "processes (--reward.workers 2, or --env.workers 2 for an environment), or switch its limit "
-    "off (math-verify: parsing_timeout=None, timeout_seconds=None)."
-)
-
-
-def _failure(error: BaseException) -> Failure:
-    if isinstance(error, CallError):  # its text is enough without a traceback
-        kind: Literal["error", "timeout"] = "timeout" if isinstance(error, CallTimeout) else "error"
-        return Failure(kind, str(error), error.again, error.wait_s)
-    frames = _from_users_code(error.__traceback__) or error.__traceback__
-    frames_text = traceback.format_exception(type(error), error, frames, limit=-6)
-    text = as_named("".join(frames_text).rstrip())
-    if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):
-        text += f"\n{_NO_SIGNALS}"
-    return Failure("error", text)
-
-
-def _from_users_code(frames: TracebackType | None) -> TracebackType | None:
-    """The frames from the first one outside of R3 on: a person looks for a line of their own."""
-    package = str(Path(__file__).resolve().parents[1])
-    while frames and os.path.abspath(frames.tb_frame.f_code.co_filename).startswith(package):
-        frames = frames.tb_next
-    return frames
-
-
 def _spawn(preload: Sequence[str]) -> _Worker:
     """Start a fresh interpreter, not a fork: torch, vllm, their threads and locks stay out."""
     ours, theirs = socket.socketpair()
@@ -478,7 +409,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
             [
                 sys.executable,
                 "-c",
-                f"from r3.user_code.workers import serve; serve({theirs.fileno()})",
+                f"from r3.user_code.calls import serve; serve({theirs.fileno()})",
             ],
             env=environment,
             pass_fds=(theirs.fileno(),),
@@ -495,28 +426,3 @@ def _end(worker: _Worker) -> None:
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     worker.connection.close()
-
-
-def serve(descriptor: int) -> None:
-    """Run a worker process: load, report, then serve calls until the connection closes."""
-    connection = Connection(descriptor)
-    parent, preload = connection.recv()
-    die_with_parent(parent)
-    import r3.types  # noqa: F401  (what calls take; its time must not count as theirs)
-
-    _, failure = _outcome(lambda: [load(spec) for spec in preload], ())
-    connection.send((None, failure))
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
-            return
-        except BaseException as error:
-            # The function or its arguments cannot be unpickled here: that is the call's result.
-            connection.send((None, _failure(error)))
-            continue
-        value, failure = _outcome(function, arguments)
-        try:
-            connection.send((value, failure))
-        except BaseException as error:  # the value cannot be pickled
-            connection.send((None, _failure(error)))

@@ -19,7 +19,8 @@ from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
-from r3.user_code.workers import CallError, Pool, Threads
+from r3.user_code.calls import CallError
+from r3.user_code.workers import Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config
 

@@ -14,8 +14,9 @@ import pytest
 
 from r3.checks import problems
 from r3.config import ConfigError, EnvConfig
-from r3.envs import ENVIRONMENTS, Environment, checked_step, find
 from r3.envs.calculator import Calculator, evaluate
+from r3.envs.calls import Environment, checked_step
+from r3.envs.find import ENVIRONMENTS, find
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import parsed_calls

@@ -18,7 +18,7 @@ from r3.envs.openai_api import ApiError
 from r3.envs.workflow import ModelLimit
 from r3.models.hub import HubError
 from r3.run.stop_signals import StoppedEarly
-from r3.user_code.workers import CallError, CallTimeout
+from r3.user_code.calls import CallError, CallTimeout
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.algo.contract import example_inputs, example_rewards
 from r3.config import AlgoConfig, EnvConfig, RewardConfig
-from r3.envs import checked_step
+from r3.envs.calls import checked_step
 from r3.envs.runner import Environments
 from r3.envs.workflow import Workflows, checked_result
 from r3.models.shape import ModelShape

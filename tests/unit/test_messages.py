@@ -27,16 +27,16 @@ from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
-from r3.envs import find
+from r3.envs.find import find
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
 from r3.rewards import resolve
 from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
 from r3.types import Prompt
+from r3.user_code.calls import CallError
 from r3.user_code.loading import UserFileError, load
 from r3.user_code.time_limit import time_limit
-from r3.user_code.workers import CallError
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

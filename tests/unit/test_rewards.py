@@ -12,7 +12,7 @@ import torch
 from r3.config import ConfigError
 from r3.rewards import REWARDS, checked, exact, resolve
 from r3.types import Prompt
-from r3.user_code.workers import CallError
+from r3.user_code.calls import CallError
 
 pytestmark = pytest.mark.unit
 

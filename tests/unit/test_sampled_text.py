@@ -16,14 +16,14 @@ import pytest
 from r3 import rewards
 from r3.config import EnvConfig
 from r3.engine import Sampling, message_parser
-from r3.envs import ENVIRONMENTS
 from r3.envs.calculator import Calculator
+from r3.envs.find import ENVIRONMENTS
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
 from r3.rewards import _FINAL_ANSWER, Score, exact, gsm8k, verify
 from r3.rewards.judge import parsed
 from r3.types import Prompt
+from r3.user_code.calls import CallError
 from r3.user_code.time_limit import time_limit
-from r3.user_code.workers import CallError
 
 pytestmark = pytest.mark.unit
 

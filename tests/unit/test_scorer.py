@@ -25,7 +25,7 @@ from r3.rewards.judge import filled, parsed
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
 from r3.rollout.task import read_task
 from r3.types import Prompt, Rollout
-from r3.user_code.workers import CallError
+from r3.user_code.calls import CallError
 from tests.tiny import random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit

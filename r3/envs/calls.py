@@ -1,0 +1,168 @@
+"""Call the methods of an environment, and check what they return.
+
+Worker processes import this module first, so it imports no settings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from r3.metrics.users import checked_metrics
+from r3.types import Message, Prompt
+from r3.user_code.calls import awaited
+from r3.user_code.loading import load
+from r3.user_code.values import flag, number, own_copy
+
+Observed = (
+    tuple[Sequence[Message], float | None, bool]
+    | tuple[Sequence[Message], float | None, bool, Mapping[str, float]]
+)
+
+
+class Environment(Protocol):
+    """The methods that every environment has."""
+
+    def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Return the first messages; the model answers them."""
+
+    def step(self, message: Message) -> Observed | Awaitable[Observed]:
+        """Take a message of the model; return new messages, a reward or None, and whether it ends.
+
+        Metrics may follow as a fourth value: numbers by name.
+
+        Args:
+            message: `{"role": "assistant", "content": ..., "finish_reason": ..., "tool_calls":
+                [{"name": ..., "arguments": {...}}]}`. The finish reason is "stop", or "length" if
+                the message was cut. `tool_calls` has those calls that are valid JSON.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What `Environment.step` returned, checked."""
+
+    messages: tuple[Message, ...]
+    reward: float | None
+    done: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def checked_messages(value: Any, method: str) -> tuple[Message, ...]:
+    """Check the messages that a user's method returned, and make them plain data.
+
+    Other keys than role and content become JSON values here, where a failure is the environment's.
+
+    Raises:
+        TypeError: they are not a list of messages with role and content.
+        ValueError: a message contains itself.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{method} must return a list of messages, returned {value!r}")
+    for message in value:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise TypeError(
+                f"{method} returned {message!r}: a message needs 'role' and 'content', both strings"
+            )
+    return tuple(
+        {
+            str(key): part if isinstance(part, str) else json.loads(json.dumps(part, default=str))
+            for key, part in message.items()
+        }
+        for message in value
+    )
+
+
+def checked_step(value: Any) -> Step:
+    """Check what a user's `step` returned.
+
+    Raises:
+        TypeError: it is not (messages, reward, done) or (messages, reward, done, metrics).
+        ValueError: the metrics are not finite numbers by name.
+    """
+    if not isinstance(value, tuple) or len(value) not in (3, 4):
+        raise TypeError(
+            "step must return (messages, reward, done) or (messages, reward, done, metrics), "
+            f"returned {value!r}"
+        )
+    messages, reward, done, *reported = value
+    try:
+        reward = None if reward is None else number(reward)
+    except ValueError as error:
+        raise TypeError(
+            f"step must return a finite number or None as reward, returned {error}"
+        ) from None
+    try:
+        done = flag(done)
+    except ValueError as error:
+        raise TypeError(f"step must return True or False as done, returned {error}") from None
+    step = Step(
+        checked_messages(messages, "step"),
+        reward,
+        done,
+        checked_metrics(reported[0], "env") if reported else {},
+    )
+    if not step.done and not step.messages:
+        raise TypeError("step returned no message for the model although done is false")
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How an environment is created: its class, or in workers the path of a user's, and
+    arguments.
+    """
+
+    found: Callable[..., Environment] | str
+    arguments: Mapping[str, Any]
+
+    def create(self) -> Environment:
+        """Create one."""
+        found = load(self.found) if isinstance(self.found, str) else self.found
+        return cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
+
+
+# What the methods return, checked. "" only creates the environment.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "": lambda _: None,
+    "reset": lambda value: checked_messages(value, "reset"),
+    "step": checked_step,
+    "close": lambda _: None,
+}
+
+
+def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Any]:
+    """Return an environment, which may have to be created, and what its method returns."""
+    environment = state.create() if isinstance(state, Source) else state
+    return environment, getattr(environment, method)(*own_copy(arguments)) if method else None
+
+
+def call(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
+    environment, value = _started(state, method, arguments)
+    value = awaited(_settled(value)) if inspect.isawaitable(value) else value
+    return environment, _CHECKS[method](value)
+
+
+async def call_async(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
+    environment, value = _started(state, method, arguments)
+    return environment, _CHECKS[method](await _settled(value))
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def call_in_worker(method: str, state: Any, *arguments: Any) -> tuple[bytes, Any]:
+    """Call a method of an environment that travels as bytes.
+
+    Only workers open them: the main process needs none of its classes.
+    """
+    given = pickle.loads(state) if isinstance(state, bytes) else state
+    environment, value = call(method, given, *arguments)
+    return b"" if method == "close" else pickle.dumps(environment), value

@@ -1,0 +1,89 @@
+"""Find the class of an environment: a built-in one, or a user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+from r3.config import ConfigError, EnvConfig
+from r3.config.arguments import Taker
+from r3.envs.calculator import Calculator
+from r3.envs.calls import Environment
+from r3.envs.command import Command
+from r3.envs.guess_number import GuessNumber
+from r3.envs.single_turn import SingleTurn
+from r3.envs.workflow import Workflow
+from r3.user_code.loading import assign, load_for, problem
+
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "single_turn": SingleTurn,
+    "calculator": Calculator,
+    "guess_number": GuessNumber,
+}
+
+# Methods of an environment and of a workflow, and what they are called with.
+_METHODS = {"reset": ("prompt",), "step": ("message",)}
+_WORKFLOW_METHODS = {"run": ("task", "model")}
+
+
+def is_workflow(found: type) -> bool:
+    """Whether a class calls the model itself: it has `run`, and neither `reset` nor `step`."""
+    return hasattr(found, "run") and not any(hasattr(found, method) for method in _METHODS)
+
+
+def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
+    """Return the class that `env.path`, or else `env.name`, names; load the user's file.
+
+    `Command` runs the command of `env.command`.
+
+    Raises:
+        ConfigError: the class cannot be loaded, or lacks a method or a parameter.
+    """
+    if settings.command:
+        return Command
+    if not settings.path:
+        if settings.args:
+            rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
+            raise problem("env.args", settings.args, rule, fix)
+        return ENVIRONMENTS[settings.name]
+
+    def refuse(rule: str, fix: str) -> ConfigError:
+        return problem("env.path", settings.path, rule, fix)
+
+    name = settings.path.rpartition(":")[2]
+    found: Any = load_for("env.path", settings.path, f"class {name}")
+    if not inspect.isclass(found):
+        raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step, or run")
+    signature = inspect.signature(found)
+    (arguments,) = assign("env.args", settings.args, [Taker(name=name, signature=signature)])
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise refuse(
+            f"{name}({given}) cannot be created: {error}",
+            "give the parameters of __init__ defaults, or set them with --env.args key=value",
+        ) from None
+    workflow = is_workflow(found)
+    for method, parameters in (_WORKFLOW_METHODS if workflow else _METHODS).items():
+        function = getattr(found, method, None)
+        listed = ", ".join(parameters)
+        definition = f"{'async ' if workflow else ''}def {method}(self, {listed})"
+        if not callable(function):
+            raise refuse(f"{name} has no method {method}", f"write `{definition}`")
+        try:
+            inspect.signature(function).bind("self", *parameters)
+        except TypeError as error:
+            rule = f"{name}.{method} cannot be called as {method}({listed}): {error}"
+            raise refuse(rule, f"write `{definition}`") from None
+        if workflow and not inspect.iscoroutinefunction(function):
+            raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
+    for attribute in ("tools", "stop"):
+        if isinstance(value := getattr(found, attribute, ()), str) or not isinstance(
+            value, Sequence
+        ):
+            raise refuse(
+                f"{name}.{attribute} is {value!r}, not a list or tuple", "write a list, even of one"
+            )
+    return cast("type[Environment] | type[Workflow]", found)

@@ -1,0 +1,119 @@
+"""Call users' code and say how it failed; the program of a worker process.
+
+A run may start hundreds of workers, so this module and what it imports stay small.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from r3.runtime.process import die_with_parent
+from r3.user_code.loading import as_named, load
+
+
+class CallError(Exception):
+    """An error with advice: whether a retry may help, and how long to wait before it."""
+
+    def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.again, self.wait_s = again, wait_s
+
+
+class CallTimeout(CallError):
+    """A call that limits its own time has taken too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no value: an exception, a time-out, or the end of its process.
+
+    `again`: whether trying again may help; `wait_s`: not before so many seconds (`CallError`).
+    """
+
+    kind: Literal["error", "timeout", "crash"]
+    text: str
+    again: bool = True
+    wait_s: float = 0.0
+
+
+def awaited(value: Any) -> Any:
+    """Run a coroutine to its end; another value is returned as it is."""
+    if not inspect.iscoroutine(value):
+        return value
+    import asyncio  # takes longer than most functions, which are no coroutines
+
+    return asyncio.run(value)
+
+
+def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Failure | None]:
+    """Call a function, and await what it returns if that is a coroutine: the value or failure."""
+    try:
+        return awaited(function(*arguments)), None
+    except KeyboardInterrupt:  # of the person at the terminal
+        raise
+    except BaseException as error:
+        # Users' code may raise anything, SystemExit too: it becomes the result of its call.
+        return None, failure_of(error)
+
+
+# Errors of Python and math-verify about a time limit that a function sets in a thread.
+_SIGNALS = ("signal only works in main thread", "signal.alarm()")
+_NO_SIGNALS = (
+    "The function sets a time limit of its own by a signal, which threads cannot. Run it in "
+    "processes (--reward.workers 2, or --env.workers 2 for an environment), or switch its limit "
+    "off (math-verify: parsing_timeout=None, timeout_seconds=None)."
+)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What an exception of users' code is to the run."""
+    if isinstance(error, CallError):  # its text is enough without a traceback
+        kind: Literal["error", "timeout"] = "timeout" if isinstance(error, CallTimeout) else "error"
+        return Failure(kind, str(error), error.again, error.wait_s)
+    frames = _from_users_code(error.__traceback__) or error.__traceback__
+    frames_text = traceback.format_exception(type(error), error, frames, limit=-6)
+    text = as_named("".join(frames_text).rstrip())
+    if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):
+        text += f"\n{_NO_SIGNALS}"
+    return Failure("error", text)
+
+
+def _from_users_code(frames: TracebackType | None) -> TracebackType | None:
+    """The frames from the first one outside of R3 on: a person looks for a line of their own."""
+    package = str(Path(__file__).resolve().parents[1])
+    while frames and os.path.abspath(frames.tb_frame.f_code.co_filename).startswith(package):
+        frames = frames.tb_next
+    return frames
+
+
+def serve(descriptor: int) -> None:
+    """Run a worker process: load, report, then serve calls until the connection closes."""
+    connection = Connection(descriptor)
+    parent, preload = connection.recv()
+    die_with_parent(parent)
+    import r3.types  # noqa: F401  (what calls take; its time must not count as theirs)
+
+    _, failure = outcome(lambda: [load(spec) for spec in preload], ())
+    connection.send((None, failure))
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        except BaseException as error:
+            # The function or its arguments cannot be unpickled here: that is the call's result.
+            connection.send((None, failure_of(error)))
+            continue
+        value, failure = outcome(function, arguments)
+        try:
+            connection.send((value, failure))
+        except BaseException as error:  # the value cannot be pickled
+            connection.send((None, failure_of(error)))
