@@ -39,7 +39,7 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     """
     config = Config(
         model=ModelConfig(path=str(path or assets.TINY_MOE), dtype="float32"),
-        data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
+        data=DataConfig(path=(FEW_ROWS,)),
         rollout=RolloutConfig(prompts_per_step=4, group_size=4, max_response_tokens=24),
         algo=AlgoConfig(),
         train=TrainConfig(steps=2, lr=1e-3, micro_batch_tokens=512),

@@ -258,13 +258,16 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Ver
     return found
 
 
-def budgets(device: Device, *, folder: str) -> Budgets:
-    """Sample steps with short budgets, in every kind of conversation."""
+def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budgets:
+    """Sample steps with short budgets, in kinds of conversation; none are all."""
     where = Path(folder) / f"{device.world_size}_{device.rank}"
     where.mkdir()
     file = where / "chatty.py"
     file.write_text(CHATTY)
     config = tiny_config(
+        data={
+            "path": (str(assets.WORD_PROBLEMS_TRAIN),)
+        },  # some of whose answers take several steps
         engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
         rollout={
             "prompts_per_step": 4,
@@ -276,7 +279,7 @@ def budgets(device: Device, *, folder: str) -> Budgets:
     )
     policy_versions = versions_of(where, device)
     stepper = Stepper(device, config, policy_versions)
-    kinds: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "single": {},
         "chatty": {"path": f"{file}:Chatty", "max_turn_tokens": 20},
         "stops": {"path": f"{file}:Stops", "max_turn_tokens": 20},
@@ -285,7 +288,8 @@ def budgets(device: Device, *, folder: str) -> Budgets:
     yardsticks = (
         [Yardstick(str(path)) for path in policy_versions] if device.world_size == 1 else []
     )
-    for kind, env in kinds.items():
+    for kind in kinds or settings:
+        env = settings[kind]
         short = replace(config, rollout=replace(config.rollout, step_token_budget=6))
         budget = short if kind == "stops" else config  # its messages are short
         rounds = stepper.steps(budget, **env)

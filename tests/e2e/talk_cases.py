@@ -88,14 +88,16 @@ def talks(
     *,
     folder: str,
     engine_tp: int = 1,
+    kinds: Sequence[str] = (),
     prompts: int = 8,
     is_compared: bool = True,
 ) -> Talks:
-    """Sample every kind of conversation.
+    """Sample kinds of conversation.
 
     The folder has a base model, `tests.tiny.base_model`.
 
     Args:
+        kinds: which; none: all.
         prompts: prompts of each kind, two samples each.
         is_compared: compare each conversation with transformers, and feed one to the guards.
     """
@@ -112,7 +114,7 @@ def talks(
     few = talker.task.prompts.prompts[:prompts]
     talks: dict[str, Talk] = {}
     messages: dict[str, str] = {}
-    kinds: dict[str, dict[str, Any]] = {
+    rounds: dict[str, dict[str, Any]] = {
         "plain": {},
         "chatty": {"path": f"{file}:Chatty"},
         "tool in workers": {"path": f"{file}:Tool", "workers": 1},
@@ -124,8 +126,8 @@ def talks(
         "game": {"name": "guess_number", "max_turn_tokens": 12},
         "calculator": {"name": "calculator"},
     }
-    for kind, settings in kinds.items():
-        collected = talker.collect(prompts=few, **settings)
+    for kind in kinds or rounds:
+        collected = talker.collect(prompts=few, **rounds[kind])
         rollouts = collected.rollouts
         talks[kind] = Talk(
             rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],

@@ -230,8 +230,9 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> No
         assert of_experts == of_attention == 0  # vLLM's kernels use AMX, which is faster
         return
     assert of_attention > 0
-    # Attention of prompts is vLLM's where that has the same bits.
-    assert of_attention < of_experts if HAS_AVX512 else of_attention == of_experts
+    # Attention of prompts is vLLM's where that has the same bits. A step with prompts and others
+    # may be two calls.
+    assert of_attention < of_experts if HAS_AVX512 else of_attention >= of_experts
     assert of_experts % 4 == of_attention % 4 == 0  # four layers in each pass
 
 
@@ -239,4 +240,4 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> No
 def test_long_conversations_keep_vllms_attention_where_bits_agree() -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
     assert of_experts
-    assert of_attention == (0 if HAS_AVX512 else of_experts)
+    assert of_attention == 0 if HAS_AVX512 else of_attention >= of_experts

@@ -173,8 +173,8 @@ def episodes(
 
     Args:
         kinds: which; none: all.
-        prompts: prompts of a kind, two samples each. The kinds with trouble have eight times as
-            many, one sample each.
+        prompts: prompts of a kind, two samples each. The kinds with trouble have four times as
+            many, and at least 16, one sample each.
         is_compared: compare each sequence with transformers.
     """
     file = Path(folder) / f"mine_{device.rank}.py"
@@ -186,7 +186,7 @@ def episodes(
     talker = Talker(device, config)
     tokenizer = talker.task.tokenizer
     yardstick = Yardstick(config.model.path) if is_compared else None
-    many = talker.task.prompts.prompts[: 8 * prompts]
+    many = talker.task.prompts.prompts[: max(4 * prompts, 16)]
     text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks").replace("(Chatty)", "(Talks)")
     for name, index in (("crash", 5), ("hang", 9), ("slow", 11)):
         text = text.replace("{" + name + "}", many[index].id.rpartition(":")[2])
