@@ -45,7 +45,10 @@ def start(
     if "--max_restarts" in launcher:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
     command = [*_launcher(ranks, is_forked=is_forked, is_warm=is_warm), *launcher]
-    command += ["train.py", preset, "--log.dir", str(log_dir), "--data.path", FEW_ROWS, *flags]
+    command += ["train.py", preset, "--log.dir", str(log_dir), "--data.path", FEW_ROWS]
+    if not any(flag.startswith("--eval.") for flag in flags):
+        command += ["--eval.max_prompts", "32"]  # of 256, before and after the steps
+    command += flags
     return subprocess.Popen(
         [*prefix, *command],
         cwd=ROOT,

@@ -80,8 +80,8 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
         num_loss_tokens=packing.count_loss_tokens([micro_batch]),
         num_sequences=len(rollouts),
     )
-    for dtype in ("float32", "bfloat16"):
-        for recompute in ("none", "selective", "moe", "full"):
+    for dtype, ways in (("float32", ("none", "selective", "moe", "full")), ("bfloat16", ("none",))):
+        for recompute in ways:
             # The plan is that of grouped experts, as on a GPU; fused ones keep less.
             model = replace(config.model, dtype=dtype, recompute=recompute, experts="grouped")
             setting = replace(config, model=model)

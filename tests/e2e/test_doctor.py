@@ -8,9 +8,12 @@ import pytest
 
 from tests.e2e import doctor_cases as cases
 from tests.runs import torchrun
+from tests.tiny import FEW_ROWS
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
+
+FEW = ("--data.path", FEW_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.e2e
 )
 def test_sound_path_passes_and_nothing_is_written(flags: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = torchrun(2, "-m", "r3.doctor", "tiny", "--log.dir", str(folder), *flags)
+    done = torchrun(2, "-m", "r3.doctor", "tiny", *FEW, "--log.dir", str(folder), *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "7 of 7 passed" in done.stdout
     assert "FAIL" not in done.stdout
@@ -47,7 +50,7 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
         "**facts)\n"
         "doctor.main(sys.argv[1:])\n"
     )
-    done = torchrun(2, str(driver), "tiny-smoke", "--log.dir", str(tmp_path / "run"))
+    done = torchrun(2, str(driver), "tiny-smoke", *FEW, "--log.dir", str(tmp_path / "run"))
     assert done.returncode == 1, done.stdout[-4000:]
     assert "FAIL  route path" in done.stdout
     assert "slots were routed elsewhere" in done.stdout

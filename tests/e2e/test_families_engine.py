@@ -24,6 +24,7 @@ from tests.families import (
 from tests.processor import HAS_AVX512
 from tests.runs import torchrun
 from tests.sweeps import sweep
+from tests.tiny import FEW_ROWS
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -107,7 +108,7 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
         in_mxfp4(folder)
     half = ("--model.dtype", "bfloat16", "--engine.dtype", "bfloat16")
     doctor = ("-m", "r3.doctor", "tiny-smoke", "--parallel.ep", "1", "--log.dir", str(tmp_path))
-    done = torchrun(1, *doctor, "--model.path", str(folder), *half)
+    done = torchrun(1, *doctor, "--data.path", FEW_ROWS, "--model.path", str(folder), *half)
     said = done.stdout
     assert "7 of 7 passed" in said
     assert "tensors of the engine are the policy's, bit for bit" in said

@@ -14,7 +14,7 @@ def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:
     # 20 %: the plan counts what autograd keeps, not the few temporaries of single operations. Nor
     # does it count the float32 copies that bfloat16 attention keeps on CPU: up to 35 %.
     (found,) = run_world(cases.plan_and_measurement, 1)
-    assert len(found) == 9
+    assert len(found) == 6
     ratios = {
         f"{setting}: {name}": part.planned / part.measured
         for setting, parts in found.items()

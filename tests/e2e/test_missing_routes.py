@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import torchrun
+from tests.tiny import FEW_ROWS
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +46,7 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
         "false",
     )
     # The proof of the sync generates too: four answers, before the step's.
-    done = torchrun(2, str(driver), "tiny-smoke", *shared, *flags)
+    done = torchrun(2, str(driver), "tiny-smoke", "--data.path", FEW_ROWS, *shared, *flags)
     return done.returncode, done.stdout
 
 
@@ -82,7 +83,7 @@ def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
     code, said = run(tmp_path)
     assert code != 0
     refused = (
-        r"RouteError on rank \d: rollout word_problems_train.jsonl:\d+/\d of step 0: "
+        r"RouteError on rank \d: rollout word_problems_train.jsonl\[:512\]:\d+/\d of step 0: "
         r"the engine returned no routes for positions"
     )
     assert re.search(refused + r" 0\.\.\d+ in all 4 MoE layers", said), said[-4000:]

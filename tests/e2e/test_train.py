@@ -27,6 +27,7 @@ from tests.world import ROOT
 pytestmark = pytest.mark.e2e
 
 FLAGS = ("--checkpoint.every", "2", "--train.warmup_updates", "3", "--train.lr_schedule", "cosine")
+FLAGS += ("--eval.max_prompts", "0")
 
 
 @pytest.fixture(scope="module")

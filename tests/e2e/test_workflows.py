@@ -166,8 +166,10 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         *("--env.args", f"rewards={rewards}", "--train.steps", "1"),
         *(
             "--eval.max_prompts",
-            "8",
+            "4",
             "--rollout.prompts_per_step",
+            "4",
+            "--rollout.group_size",
             "4",
             "--train.updates_per_step",
             "2",
