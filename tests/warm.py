@@ -8,6 +8,7 @@ Without a GPU only: CUDA does not survive a fork.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -176,6 +177,7 @@ def _serve(name: str, prepare: str) -> None:
     die_with_parent(os.getppid())
     module, function = prepare.split(":")
     getattr(importlib.import_module(module), function)()
+    gc.freeze()  # or every collection in a fork would copy the pages of all that is imported
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0{name}")
         server.listen()

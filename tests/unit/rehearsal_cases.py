@@ -68,17 +68,17 @@ def cuda(rank: int, size: int) -> Device:
 
 
 def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
-    """Two updates of two micro-batches, with ragged lengths and a route that is missing."""
+    """Two updates, of two micro-batches and of one, with ragged lengths and a missing route."""
     layers = len(shape.moe_layers)
-    rollouts = random_rollouts(shape, [17, 30, 9, 40])
+    rollouts = random_rollouts(shape, [17, 30, 9])
     rollouts[1].routed_experts[3:5] = -1
     parts = [
         pack_for(mesh, shape, [Scored(index=i, rollout=one, advantage=0.5)], num_layers=layers)
         for i, one in enumerate(rollouts)
     ]
     return [
-        Batch(micro_batches=tuple(parts[i : i + 2]), num_loss_tokens=50, num_sequences=2)
-        for i in (0, 2)
+        Batch(micro_batches=tuple(some), num_loss_tokens=50, num_sequences=len(some))
+        for some in (parts[:2], parts[2:])
     ]
 
 
@@ -92,7 +92,7 @@ def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Po
     train_on(
         trained,
         batches,
-        step_rewards(torch.ones(4), torch.arange(4) // 2),
+        step_rewards(torch.ones(3), torch.tensor([0, 0, 1])),
         config,
         step=1,
         report=reported.update,
@@ -159,13 +159,13 @@ def families(folders: dict[str, str]) -> dict[str, int]:
     return counts
 
 
-def settings(path: str, changes: list[dict[str, dict[str, Any]]]) -> int:
-    """A step with each of several changes of the settings."""
+def settings(steps: list[tuple[str, dict[str, dict[str, Any]]]]) -> int:
+    """Steps, each with a checkpoint and changes of the settings; returns how many there were."""
     with fake_world(topk=2):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
         memory._STREAMED_VALUES = 1 << 14  # a streamed optimizer has several parts
-        for change in changes:
+        for path, change in steps:
             sections = {
                 key: SECTIONS.get(key, {})
                 # JSON has lists for the tuples of settings
@@ -174,7 +174,7 @@ def settings(path: str, changes: list[dict[str, dict[str, Any]]]) -> int:
             }
             config = tiny_config(path, **SECTIONS | sections)
             step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
-    return len(changes)
+    return len(steps)
 
 
 def compiled_functions() -> list[str]:
@@ -258,14 +258,16 @@ class Waits(TorchDispatchMode):
         return result
 
 
-def waits_of_a_layer(kinds: list[str]) -> dict[str, list[str]]:
+def waits_of_a_layer(path: str, kinds: list[str]) -> dict[str, list[str]]:
     """What forward and backward of a MoE layer under replay wait for: router, dispatch, experts."""
     found = {}
     with fake_world(topk=2):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
         for kind in kinds:
-            config = tiny_config(**SECTIONS | {"model": SECTIONS["model"] | {"experts": kind}})
+            config = tiny_config(
+                path, **SECTIONS | {"model": SECTIONS["model"] | {"experts": kind}}
+            )
             trained = Policy(config, device, mesh, ModelShape.read(config.model.path))
             micro_batch = batches_of(mesh, trained.shape)[0].micro_batches[0]
             tokens = local_tokens(micro_batch, mesh, device.torch)
@@ -292,7 +294,7 @@ def deterministic_kernels() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def process() -> dict[str, Any]:
+def process(path: str) -> dict[str, Any]:
     """What is set once in a process, or in each of its threads."""
     found: dict[str, Any] = {"compiled before": compiled_functions()}
     os.environ.pop("VLLM_LOGGING_LEVEL", None)
@@ -302,7 +304,7 @@ def process() -> dict[str, Any]:
         found["logging"] = os.environ["VLLM_LOGGING_LEVEL"]
         device = cuda(1, 2)
         mesh = build_mesh(device, tiny_config().parallel)
-        config = tiny_config(**SECTIONS)
+        config = tiny_config(path, **SECTIONS)
         batches = batches_of(mesh, ModelShape.read(config.model.path))
         with deterministic_kernels():
             step(config, device, mesh, batches)
@@ -512,10 +514,11 @@ def _float_experts(self: DeviceExperts, tokens: torch.Tensor, slots: Any, gates:
 FUSED = DeviceExperts.forward
 
 
-def mistakes(narrow: str) -> dict[str, str]:
+def mistakes(path: str, narrow: str) -> dict[str, str]:
     """Steps with a mistake in them; returns the error of each.
 
     Args:
+        path: a checkpoint.
         narrow: a checkpoint whose experts are narrower than a kernel's alignment.
     """
     errors = {}
@@ -523,7 +526,7 @@ def mistakes(narrow: str) -> dict[str, str]:
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
 
-        def attempt(name: str, path: str = "") -> None:
+        def attempt(name: str, path: str = path) -> None:
             config = tiny_config(path, **SECTIONS)
             batches = batches_of(mesh, ModelShape.read(config.model.path))
             try:

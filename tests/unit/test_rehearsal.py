@@ -26,18 +26,28 @@ pytestmark = [
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with no more layers than a pipeline of two ranks needs."""
     folder = tmp_path_factory.mktemp("rehearsal") / "model"
-    return str(random_checkpoint(folder, num_hidden_layers=2, num_experts_per_tok=2))
+    return str(random_checkpoint(folder, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2))
 
 
 # One per kind of attention, norm, router and expert; the other tests are of a Qwen3-MoE.
 @pytest.mark.parametrize(
-    "name",
-    sweep(("qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "qwen3"), kept=("deepseek_v3",)),
+    "names",
+    [
+        pytest.param(("deepseek_v3",), id="deepseek_v3"),
+        pytest.param(
+            ("qwen3_moe", "qwen2_moe", "olmoe", "qwen3"), id="others", marks=pytest.mark.large
+        ),
+    ],
 )
-def test_families_train_and_stream_their_weights(name: str, tmp_path: Path) -> None:
-    folder = str(family_checkpoint(tmp_path / name, name))
-    counts = rehearse(cases.families, folders={name: folder})
-    assert counts == {name: len(ModelShape.read(folder).tensor_shapes)}
+def test_families_train_and_stream_their_weights(names: tuple[str, ...], tmp_path: Path) -> None:
+    # A dense layer and one of experts, in families that have both.
+    folders = {
+        name: str(family_checkpoint(tmp_path / name, name, num_hidden_layers=2)) for name in names
+    }
+    counts = rehearse(cases.families, folders=folders)
+    assert counts == {
+        name: len(ModelShape.read(folder).tensor_shapes) for name, folder in folders.items()
+    }
 
 
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
@@ -59,13 +69,13 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", CHANGES)
-def test_settings_with_a_path_of_their_own_on_cuda(
-    name: str, two_layers: str, tmp_path: Path
-) -> None:
+def test_settings_with_a_path_of_their_own_on_cuda(two_layers: str, tmp_path: Path) -> None:
     # Dense: torch refuses fake grouped products in float32, which its kernels take.
-    path = str(family_checkpoint(tmp_path, "qwen3")) if name == "float32" else two_layers
-    assert rehearse(cases.settings, path=path, changes=[CHANGES[name]]) == 1
+    dense = str(family_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
+    steps = [
+        (dense if name == "float32" else two_layers, change) for name, change in CHANGES.items()
+    ]
+    assert rehearse(cases.settings, steps=steps) == len(CHANGES)
 
 
 @pytest.mark.large
@@ -74,8 +84,8 @@ def test_experiments_for_the_first_gpu() -> None:
     assert rehearse(cases.first_experiments) == names
 
 
-def test_process_is_set_up_for_cuda() -> None:
-    found = rehearse(cases.process)
+def test_process_is_set_up_for_cuda(two_layers: str) -> None:
+    found = rehearse(cases.process, path=two_layers)
     before = found["compiled before"]
     assert "megatron.core.transformer.moe.router._apply_expert_bias" in before and len(before) > 20
     assert found["compiled"] == []
@@ -90,8 +100,8 @@ def test_process_is_set_up_for_cuda() -> None:
     assert found["cumsum"] == "cumsum has no deterministic implementation"
 
 
-def test_a_layer_of_fused_experts_never_waits_for_the_device() -> None:
-    found = rehearse(cases.waits_of_a_layer, kinds=["auto", "fused", "grouped"])
+def test_a_layer_of_fused_experts_never_waits_for_the_device(two_layers: str) -> None:
+    found = rehearse(cases.waits_of_a_layer, path=two_layers, kinds=["auto", "fused", "grouped"])
     assert found["auto"] == found["fused"] == []
     assert "masked_select" in found["grouped"]
 
@@ -108,7 +118,7 @@ def test_ranks_that_exchange_tokens(two_layers: str, experts: str) -> None:
 
 
 def test_ranks_compute_while_tokens_travel_and_wait_before_they_use_them(tmp_path: Path) -> None:
-    model = str(family_checkpoint(tmp_path / "model", "qwen2_moe"))
+    model = str(family_checkpoint(tmp_path / "model", "qwen2_moe", num_hidden_layers=3))
     found = rehearse(cases.order_of_transfers, path=model)
     assert found["races"] == 0
     assert found["races without waits in forward"] > 0
@@ -119,9 +129,11 @@ def test_ranks_compute_while_tokens_travel_and_wait_before_they_use_them(tmp_pat
     assert found["products"] == {name: count * found["layers"] for name, count in each.items()}
 
 
-def test_optimizer_needs_each_of_its_waits_and_no_other() -> None:
+def test_optimizer_needs_each_of_its_waits_and_no_other(tmp_path: Path) -> None:
     # Four layers: with two, no part takes the memory of the one before it, and no wait is missed.
-    races = rehearse(cases.order_of_streams, path=str(assets.TINY_MOE))
+    sizes = dict(num_hidden_layers=4, num_experts=2, num_experts_per_tok=2)
+    model = random_checkpoint(tmp_path / "model", **sizes)
+    races = rehearse(cases.order_of_streams, path=str(model))
     assert races.pop("a step") == races.pop("without nothing") == 0
     for name in ("step", "offload"):
         assert races.pop(f"resident {name} without coming.unused") == 0
@@ -133,12 +145,11 @@ def test_ranks_that_are_stages(two_layers: str, rank: int) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=rank, parallel={"pp": 2})
 
 
-def test_mistakes_are_found(tmp_path: Path) -> None:
+def test_mistakes_are_found(two_layers: str, tmp_path: Path) -> None:
     # 36 numbers of bfloat16 are no multiple of 16 bytes.
-    narrow = random_checkpoint(
-        tmp_path / "narrow", moe_intermediate_size=36, num_experts=8, num_experts_per_tok=2
-    )
-    errors = rehearse(cases.mistakes, narrow=str(narrow))
+    sizes = dict(moe_intermediate_size=36, num_experts=4, num_experts_per_tok=2)
+    narrow = random_checkpoint(tmp_path / "narrow", num_hidden_layers=2, **sizes)
+    errors = rehearse(cases.mistakes, path=two_layers, narrow=str(narrow))
     expected = {
         "advantages on the host": "at least two devices",
         "routes on the host": "at least two devices",
