@@ -9,18 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from r3.runtime.device import has_gpu
 from tests.faults.attempts import Attempt, launch
+from tests.warm import PLACE
 
 _ADDRESS = "10.77.0.{}"
 _PORT = 29500  # free: each node has ports of its own
-_ENTER = (
+_BE = (
     'mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm && mount --bind "$1" /etc/hosts && '
-    'hostname "$2" && shift 2 && exec "$@"'
+    'hostname "$2" && echo up && exec sleep infinity'
 )
 
 
 def no_nodes() -> str:
     """Why this machine cannot have two nodes; "" if it can."""
+    if has_gpu():
+        return "programs of nodes are forked, and CUDA does not survive a fork"
     if not all(map(shutil.which, ("ip", "unshare"))):
         return "ip and unshare are not installed (Debian: iproute2, util-linux)"
     name = f"r3t{os.getpid()}"
@@ -35,9 +39,10 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self._names = [f"r3t{os.getpid()}n{number}" for number in (0, 1)]
         self._hosts = folder / "hosts"
+        self._first: list[subprocess.Popen[str]] = []  # process of each node
 
     def up(self) -> None:
-        """Make the namespaces and the link between them."""
+        """Make the namespaces and the link between them, and a process in each."""
         lines = [f"{_ADDRESS.format(number + 1)} node{number}" for number in (0, 1)]
         self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         for name in self._names:
@@ -48,9 +53,20 @@ class Nodes:
         for number, name in enumerate(self._names):
             _ip("-n", name, "addr", "add", f"{_ADDRESS.format(number + 1)}/24", "dev", "eth0")
         self.link("up")
+        for number, name in enumerate(self._names):
+            enter = ("ip", "netns", "exec", name, "unshare", "--uts", "--mount")
+            shell = ("--propagation", "private", "sh", "-c", _BE, "sh")
+            command = [*enter, *shell, str(self._hosts), f"node{number}"]
+            first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self._first.append(first)
+            assert first.stdout is not None
+            assert first.stdout.readline() == "up\n", f"{command} has ended"
 
     def down(self) -> None:
-        """Remove the namespaces."""
+        """End those processes and remove the namespaces."""
+        for first in self._first:
+            first.kill()
+            first.communicate()
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
@@ -72,17 +88,16 @@ class Nodes:
     def _launch(
         self, number: int, ranks_here: int, folder: Path, *flags: str, program: tuple[str, ...]
     ) -> Attempt:
-        enter = ("ip", "netns", "exec", self._names[number], "unshare", "--uts", "--mount")
-        shell = ("--propagation", "private", "sh", "-c", _ENTER, "sh", str(self._hosts))
-        variables = ("env", "GLOO_SOCKET_IFNAME=eth0")
-        place = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks_here))
+        place = f"{PLACE}={self._first[number].pid}:net,uts,mnt"
+        nodes = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks_here))
         address = ("--master_addr", _ADDRESS.format(1), "--master_port", str(_PORT))
         return launch(
             folder,
             *flags,
-            prefix=(*enter, *shell, f"node{number}", *variables),
-            ranks=(*place, *address),
+            prefix=("env", "GLOO_SOCKET_IFNAME=eth0", place),
+            ranks=("--preload", *nodes, *address),
             program=program,
+            is_warm=True,
         )
 
 

@@ -4,10 +4,14 @@ Imports are most of a start of R3, and tests make many starts. A stand-in asks a
 imported what a program imports, and has done nothing else, to fork the program. It does so for
 scripts and modules; text after `-c`, and words with flags of Python, go to the real interpreter.
 Without a GPU only: CUDA does not survive a fork.
+
+A variable `PLACE` lets a program run in the namespaces of another process, which the process that
+forks it has not; a variable `PID_FILE` names a file that gets its process id, for its signals.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +30,10 @@ from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
 RUNS = "tests.warm:preload"
+PLACE = "R3_TESTS_PLACE"
+"""A process id and the kinds of its namespaces, in the order in which they are entered:
+12:net,uts,mnt."""
+PID_FILE = "R3_TESTS_PID_FILE"
 # What else ranks import that train the shipped model and save it.
 _OF_THE_SHIPPED_MODEL = (
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -220,12 +228,28 @@ def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        if place := job["environment"].get(PLACE):
+            _enter(place)
+        if file := job["environment"].get(PID_FILE):
+            Path(file).write_text(f"{os.getpid()}\n")
         os.chdir(job["folder"])
         sys.executable = job["executable"]
         is_module = job["words"][0] == "-m"
         sys.path[0] = job["folder"] if is_module else str(Path(job["words"][0]).resolve().parent)
 
     run_program(job["words"], job["environment"], begin)
+
+
+def _enter(place: str) -> None:
+    """Enter namespaces of another process. Fails without the right to."""
+    pid, _, kinds = place.partition(":")
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptors = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds.split(",")]
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{place} not entered: {os.strerror(number)}")
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

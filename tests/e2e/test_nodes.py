@@ -40,7 +40,7 @@ def test_two_nodes_of_one_rank_equal_one_node(nodes: Nodes, tmp_path: Path, axis
     """The test of the lost link shows the same for `parallel.ep` 2."""
     sizes = {"ep": 1} | ({axis: 2} if axis != "dp" else {})
     flags = [word for name, size in sizes.items() for word in (f"--parallel.{name}", str(size))]
-    flags += ["--train.steps", "1"]
+    flags += ["--train.steps", "1", "--rollout.prompts_per_step", "4"]
     finish(tmp_path / "one", *flags, is_warm=True)
     attempts = nodes.launch(tmp_path / "two", *flags)
     assert end(attempts) == [0, 0], "\n".join(attempt.text[-3000:] for attempt in attempts)
@@ -50,7 +50,8 @@ def test_two_nodes_of_one_rank_equal_one_node(nodes: Nodes, tmp_path: Path, axis
 def test_lost_link_ends_the_run_in_time_and_it_resumes(nodes: Nodes, tmp_path: Path) -> None:
     """The resumed run equals that of one node: weights and rows, with experts on both nodes."""
     limits = ("--debug.stall_s", "5", "--debug.kill_after_s", f"{_KILL_AFTER_S:.0f}")
-    flags = (*limits, "--parallel.ep", "2")
+    flags = (*limits, "--parallel.ep", "2", "--train.steps", "3")
+    flags += ("--rollout.prompts_per_step", "4")
     finish(tmp_path / "one", *flags, is_warm=True)
     folder = tmp_path / "two"
     attempts = nodes.launch(folder, *flags)
