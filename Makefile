@@ -1,6 +1,6 @@
 # Everything runs from .venv, which `make setup` builds and every other target brings up to date first.
 PY := .venv/bin/python
-UV ?= uv
+UV ?= .venv/bin/uv
 # Files that lint and format look at; `make test` and `make test-large` run TESTS with PYTEST_ARGS.
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
@@ -66,14 +66,14 @@ docs: ## build docs/ as a web site in docs/_build/html, every link checked (own 
 	@.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r requirements/docs.txt
 	.venv-docs/bin/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 
-lock: ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the pins (needs uv and the network)
+lock: setup ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the pins (needs the network)
 	$(UV) pip compile requirements/cpu.in --override requirements/overrides.txt \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	  --custom-compile-command 'make lock   (needs uv; how and why: requirements/README.md)' \
+	  --custom-compile-command 'make lock   (how and why: requirements/README.md)' \
 	  --output-file requirements/cpu.txt --quiet $(LOCK_ARGS)
 
 # Wheels only, as on a cluster without compilers. llguidance, which vLLM needs, asks for glibc 2.31.
-resolve: ## resolve the GPU stack for each supported vLLM and Python (needs uv and the network)
+resolve: setup ## resolve the GPU stack for each supported vLLM and Python (needs the network)
 	@set -e; for vllm in 0.30.0 0.26.0; do for python in 3.12 3.11; do \
 	  printf 'vllm %s, Python %s: ' $$vllm $$python; \
 	  echo "vllm==$$vllm" | $(UV) pip compile pyproject.toml - --extra gpu --extra dev --quiet \

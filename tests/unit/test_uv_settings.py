@@ -1,0 +1,52 @@
+"""`make setup` looks for packages where pip would, though uv reads no settings of pip."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.uv_settings import variables
+
+pytestmark = pytest.mark.unit
+
+FILE = """
+[global]
+index-url = https://mirror.example/simple
+extra-index-url =
+    https://one.example/simple
+    file:///two/simple
+find-links = /wheels
+timeout = 60
+[install]
+find-links =
+    /more
+    /and more
+[list]
+cert = /no.pem
+"""
+
+
+def test_settings_of_pip_become_those_of_uv(tmp_path: Path) -> None:
+    (tmp_path / "pip.conf").write_text(FILE)
+    environment = {name: value for name, value in os.environ.items() if "PIP" not in name}
+    environment |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_CERT": "/own.pem"}
+    environment |= {"PIP_TRUSTED_HOST": "mirror.example", "HOME": str(tmp_path)}
+    environment |= {"XDG_CONFIG_DIRS": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "pip", "config", "list"]
+    said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    assert variables(said.splitlines()) == [
+        "UV_DEFAULT_INDEX=https://mirror.example/simple",
+        "UV_INDEX=https://one.example/simple file:///two/simple",
+        "UV_FIND_LINKS=/more,/and,more",  # pip divides at spaces, too
+        "SSL_CERT_FILE=/own.pem",
+        "UV_INSECURE_HOST=mirror.example",
+    ]
+
+
+def test_no_settings_are_no_variables() -> None:
+    assert variables([]) == []
+    assert variables(["global.timeout='60'", "list.cert='/no.pem'"]) == []
