@@ -27,7 +27,7 @@ from tests.world import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.large, pytest.mark.timeout(900)]
 
 # One rank costs half of what two do; that all ranks learn of the disk of one is in tests/ranks.
-ONE_RANK = ("--standalone", "--nproc_per_node", "1")
+ONE_RANK = ("--preload", "--standalone", "--nproc_per_node", "1")
 ALONE = ("--parallel.ep", "1")
 
 
@@ -273,35 +273,37 @@ def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
 
 def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
     """A disk of 45 MB that a large file fills; when that is gone, the delayed save succeeds."""
-    disk = tmp_path / "disk"
-    command = own_disk(disk, "45m")
-    if not command:
-        pytest.skip("this system does not let a user mount a file system")
     # More steps than it makes: a signal ends it when everything has been seen.
     flags = ("--checkpoint.export", "false", "--checkpoint.keep", "1", "--train.steps", "500")
-    attempt = launch(disk, *flags, *ALONE, prefix=command, ranks=ONE_RANK)
-    try:
-        full = FullDisk(attempt, disk)
-        attempt.wait_for("row 1", lambda: rows_written(full.inside) >= 1)
-        full.fill_until_said("not written: ", "no space: a checkpoint needs ", "tries again")
-        rows = rows_written(full.inside)
-        attempt.wait_for("a further row", lambda: rows_written(full.inside) > rows)
-        full.empty()
-        attempt.wait_for("a checkpoint", lambda: newest_checkpoint(full.inside) > rows)
-        attempt.process.send_signal(signal.SIGTERM)
-        assert attempt.end() == REQUEUE, attempt.text[-4000:]
-    finally:
-        attempt.kill()
+    flags += ("--rollout.prompts_per_step", "2")
+    with own_disk(tmp_path / "disk", "45m") as disk:
+        if disk is None:
+            pytest.skip("this system does not let a user mount a file system")
+        attempt = launch(
+            disk.folder, *flags, *ALONE, prefix=disk.prefix, ranks=ONE_RANK, is_warm=True
+        )
+        try:
+            full = FullDisk(attempt, disk)
+            attempt.wait_for("row 1", lambda: rows_written(disk.inside) >= 1)
+            full.fill_until_said("not written: ", "no space: a checkpoint needs ", "tries again")
+            rows = rows_written(disk.inside)
+            attempt.wait_for("a further row", lambda: rows_written(disk.inside) > rows)
+            full.empty()
+            attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
+            attempt.launcher.send_signal(signal.SIGTERM)
+            assert attempt.end() == REQUEUE, attempt.text[-4000:]
+        finally:
+            attempt.kill()
 
 
 def test_full_disk_stops_the_export_and_the_checkpoint_remains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = own_disk(folder / "hf", "256k")
-    if not command:
-        pytest.skip("this system does not let a user mount a file system")
-    flags = ("--train.steps", "1", *ALONE)
-    attempt = launch(folder, *flags, prefix=command, ranks=ONE_RANK)
-    assert attempt.end() == 1
+    flags = ("--train.steps", "1", "--rollout.prompts_per_step", "4", *ALONE)
+    with own_disk(folder / "hf", "256k") as disk:
+        if disk is None:
+            pytest.skip("this system does not let a user mount a file system")
+        attempt = launch(folder, *flags, prefix=disk.prefix, ranks=ONE_RANK, is_warm=True)
+        assert attempt.end() == 1
     assert "SaveError on rank 0: " in attempt.text and "not exported: " in attempt.text
     assert "make room and start again" in attempt.text and "continue with: " in attempt.text
     assert newest_checkpoint(folder) == 1 and not any((folder / "hf").iterdir())

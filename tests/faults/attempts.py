@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from r3.runtime.device import has_gpu
 from tests.runs import QUIET_THREADS, rows_of, timeless
 from tests.tiny import FEW_ROWS
-from tests.warm import interpreter
+from tests.warm import PID_FILE, interpreter
 from tests.world import ROOT
 
 STEPS = 4
@@ -38,6 +39,19 @@ class Attempt:
     process: subprocess.Popen[bytes]
     folder: Path
     log: Path
+    pid_file: Path | None = None  # of a launcher that is forked: `process` stands for it
+
+    @property
+    def launcher(self) -> psutil.Process:
+        """The process that starts the ranks, for signals."""
+        if self.pid_file is None:
+            return psutil.Process(self.process.pid)
+        until = time.monotonic() + 60
+        while not (self.pid_file.exists() and self.pid_file.read_text().endswith("\n")):
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise Unexpected(f"the launcher does not run:\n{self.text[-3000:]}")
+            time.sleep(0.01)
+        return psutil.Process(int(self.pid_file.read_text()))
 
     @property
     def text(self) -> str:
@@ -46,7 +60,7 @@ class Attempt:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
+        for child in self.launcher.children(recursive=True):
             # A forked one shows the environment of its launcher, but has a name of its own.
             if child.name() == f"r3-rank-{number}" or child.environ().get("RANK") == str(number):
                 return child
@@ -54,8 +68,7 @@ class Attempt:
 
     def family(self) -> list[psutil.Process]:
         """The launcher and everything it started."""
-        launcher = psutil.Process(self.process.pid)
-        return [launcher, *launcher.children(recursive=True)]
+        return [self.launcher, *self.launcher.children(recursive=True)]
 
     def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds while the run is alive."""
@@ -102,6 +115,8 @@ class Attempt:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+        if self.process.poll() is None:
+            self.process.kill()
         # First, so that nobody else takes its exit code.
         self.process.wait()
         psutil.wait_procs(family[1:], timeout=10)
@@ -124,11 +139,13 @@ def launch(
         prefix: a command that runs the launcher.
         ranks: where the ranks are, for the launcher.
         program: what every rank runs, with the settings of the run.
-        is_warm: whether the launcher is forked (`tests.warm`). Then nobody finds its ranks.
+        is_warm: whether the launcher is forked (`tests.warm`).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
     log = folder.with_name(f"{folder.name}.{number}.log")
+    pid_file = log.with_suffix(".pid") if is_warm and not has_gpu() else None
+    variables = {"R3_FAULTS": str(folder)} | ({PID_FILE: str(pid_file)} if pid_file else {})
     command = [
         *prefix,
         *(interpreter() if is_warm else sys.executable, "launch/ranks.py", *ranks),
@@ -141,12 +158,12 @@ def launch(
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | QUIET_THREADS | {"R3_FAULTS": str(folder)},
+            env=os.environ | QUIET_THREADS | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Attempt(process, folder, log)
+    return Attempt(process, folder, log, pid_file)
 
 
 def finish(folder: Path, *flags: str, is_warm: bool = False) -> Attempt:

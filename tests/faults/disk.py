@@ -5,42 +5,70 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from r3.runtime.device import has_gpu
 from tests.faults.attempts import Attempt
+from tests.warm import PLACE
 
 _PIECE = bytes(1 << 16)
 _MOST_FREE = 2 << 20  # room for rows of metrics, not for a checkpoint
 
 
-def own_disk(folder: Path, size: str) -> tuple[str, ...]:
-    """A command that runs another one with an empty disk at `folder`, which is created.
+@dataclass(frozen=True)
+class OwnDisk:
+    """An empty disk that only some processes see.
+
+    Attributes:
+        folder: where they see it.
+        keeper: process that has it mounted.
+    """
+
+    folder: Path
+    keeper: subprocess.Popen[str]
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """The words before the command of a forked launcher that sees it."""
+        return ("env", f"{PLACE}={self.keeper.pid}:user,mnt")
+
+    @property
+    def inside(self) -> Path:
+        """The folder, for processes that do not see the disk."""
+        return Path(f"/proc/{self.keeper.pid}/root{self.folder}")
+
+
+@contextmanager
+def own_disk(folder: Path, size: str) -> Iterator[OwnDisk | None]:
+    """Mount an empty disk at `folder`, which is created; None if this system does not allow it.
 
     Args:
         size: of the disk, as tmpfs takes it.
-
-    Returns:
-        The words before the other command; none if this system lets no user mount a file system.
     """
     folder.mkdir(parents=True)
-    mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
+    mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && echo up && exec sleep infinity'
     command = ("unshare", "-Urm", "sh", "-c", mount, str(folder))
-    done = subprocess.run([*command, "true"], capture_output=True, check=False)
-    return () if done.returncode else command
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as keeper:
+        assert keeper.stdout is not None
+        try:
+            is_up = keeper.stdout.readline() == "up\n" and not has_gpu()  # which forks nothing
+            yield OwnDisk(folder, keeper) if is_up else None
+        finally:
+            keeper.kill()
 
 
 class FullDisk:
-    """Keeps the disk of a living run full until `empty`.
+    """Keeps the disk of a living run full until `empty`."""
 
-    Args:
-        folder: the disk, as the run sees it.
-    """
-
-    def __init__(self, attempt: Attempt, folder: Path) -> None:
-        self.inside = Path(f"/proc/{attempt.process.pid}/root{folder}")
+    def __init__(self, attempt: Attempt, disk: OwnDisk) -> None:
+        self._inside = disk.inside
         self._attempt = attempt
-        self._ballast = self.inside / "ballast"
+        self._ballast = self._inside / "ballast"
 
     def fill_until_said(self, *texts: str) -> None:
         """Fill the disk again and again until the run has printed all of these texts.
@@ -60,7 +88,7 @@ class FullDisk:
 
     def _fill(self) -> None:
         with suppress(OSError), self._ballast.open("ab", buffering=0) as ballast:
-            while shutil.disk_usage(self.inside).free > _MOST_FREE:
+            while shutil.disk_usage(self._inside).free > _MOST_FREE:
                 if os.write(ballast.fileno(), _PIECE) < len(_PIECE):
                     return
 

@@ -338,26 +338,26 @@ def _same_failure(place: Place) -> Outcome:
 
 
 def _disk_full(place: Place) -> Outcome:
-    disk = place.folder.with_name("disk")
-    if not (prefix := own_disk(disk, "45m")):
-        raise Skip("this system does not let a user mount a file system")
     # More steps than it makes: a signal ends it when everything has been seen.
     flags = ("--checkpoint.keep", "1", "--checkpoint.export", "false", "--train.steps", "500")
-    attempt = launch(disk, *flags, prefix=prefix)
-    try:
-        full = FullDisk(attempt, disk)
-        attempt.wait_for("row 1", lambda: rows_written(full.inside) >= 1)
-        full.fill_until_said("no space: a checkpoint needs")
-        rows = rows_written(full.inside)
-        full.empty()
-        attempt.wait_for("a checkpoint", lambda: newest_checkpoint(full.inside) > rows)
-        attempt.process.send_signal(signal.SIGTERM)
-        if (code := attempt.end()) != 75:
-            raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
-    finally:
-        attempt.kill()
+    with own_disk(place.folder.with_name("disk"), "45m") as disk:
+        if disk is None:
+            raise Skip("this system does not let a user mount a file system")
+        attempt = launch(disk.folder, *flags, prefix=disk.prefix, is_warm=True)
+        try:
+            full = FullDisk(attempt, disk)
+            attempt.wait_for("row 1", lambda: rows_written(disk.inside) >= 1)
+            full.fill_until_said("no space: a checkpoint needs")
+            rows = rows_written(disk.inside)
+            full.empty()
+            attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
+            attempt.launcher.send_signal(signal.SIGTERM)
+            if (code := attempt.end()) != 75:
+                raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
+        finally:
+            attempt.kill()
     seen = _line(attempt.text, "not written: ", "no space: a checkpoint needs")
-    seen = seen.replace(f"{disk}/", "RUN_DIR/")
+    seen = seen.replace(f"{disk.folder}/", "RUN_DIR/")
     return Outcome(seen, "nothing", "the run goes on; the save succeeds when there is room")
 
 
