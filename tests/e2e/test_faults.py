@@ -81,7 +81,7 @@ class Signalled:
 def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
-    flags += ("--rollout.prompts_per_step", "8", "--data.path", FEW_ROWS)
+    flags += ("--rollout.prompts_per_step", "4", "--data.path", FEW_ROWS)
     process = start(folder, *flags, is_forked=False)
     wait_for_row(process, folder, rows=2)
     ranks = psutil.Process(process.pid).children(recursive=True)

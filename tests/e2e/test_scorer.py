@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +20,7 @@ from tests.e2e import scorer_cases
 from tests.e2e.scorer_cases import Judged
 from tests.families import CLASSIFIER_TOLERANCE, classifier
 from tests.runs import rows_of, run
+from tests.warm import interpreter
 from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e
@@ -44,9 +44,9 @@ def vllm_server() -> Iterator[str]:
     """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
     port = free_port()
     command = [
-        sys.executable,
+        interpreter(),
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        "tests.vllm_server",
         "--model",
         str(assets.TINY_MOE),
     ]
