@@ -17,6 +17,8 @@ def frozen_tensors(shape: ModelShape, patterns: Sequence[str]) -> frozenset[str]
         ConfigError: a pattern matches nothing, a part of what training holds as one tensor is left
             out, or nothing is left to train.
     """
+    if not patterns:
+        return frozenset()
     names = {name for unit in _units(shape) for name in unit}
     frozen = {name for name in names if any(fnmatchcase(name, each) for each in patterns)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,11 @@ def adapted_tensors(
     Raises:
         ConfigError: a target is not a part of this model, or every target is frozen.
     """
-    if not lora.rank:
-        return {}
+    return dict(_adapted(shape, lora, tuple(freeze))) if lora.rank else {}
+
+
+@lru_cache(maxsize=1)  # a plan of memory asks for the same several times
+def _adapted(shape: ModelShape, lora: LoraConfig, freeze: tuple[str, ...]) -> dict[str, int]:
     of_target = matrices(shape)
     for target in lora.targets:
         # The default names the matrices of every kind of model.
