@@ -199,6 +199,9 @@ def install() -> None:
             module.torch = _proxy  # type: ignore[attr-defined]
 
 
+_as_written: set[str] = set()  # modules of Megatron without torch.compile
+
+
 def _undo_compilation() -> None:
     """Run Megatron's small fused operations as they are written, without torch.compile.
 
@@ -207,8 +210,10 @@ def _undo_compilation() -> None:
     """
     importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for modules to come
     for name, module in list(sys.modules.items()):
-        if not name.startswith("megatron.core") or module is None:
+        # A look at all of them takes a tenth of a second, and every policy asks.
+        if not name.startswith("megatron.core") or module is None or name in _as_written:
             continue
+        _as_written.add(name)
         classes = [one for one in vars(module).values() if isinstance(one, type)]
         for owner in (module, *(one for one in classes if one.__module__ == name)):
             for key, value in list(vars(owner).items()):
