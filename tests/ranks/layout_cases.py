@@ -74,7 +74,7 @@ class Figures(UpdateFigures):
         by_layer: layer -> [slots that agree, slots].
         bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
         largest_read: bytes of the largest read / bytes of the largest tensor.
-        exchange: against Megatron's exchange of shapes. None without pipeline stages.
+        exchange: against Megatron's exchange of shapes. None where nobody asked for it.
     """
 
     agreement_slots: float
@@ -155,10 +155,12 @@ def gradients(
     chunk: int = 32,
     dtype: str = "float32",
     replay: str = "r3",
+    exchange: bool = False,
 ) -> Figures:
     """Compute loss and gradients of one batch with replayed random routes, then update once.
 
     The gradients are written to `rank_N.pt` in `out`, the updated weights to `updated_N.pt`.
+    `exchange`: pipeline stages make two passes more, with and without Megatron's exchange.
     """
     config = tiny_config(
         model,
@@ -181,7 +183,7 @@ def gradients(
     loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
-    exchange = _exchange(policy, batch) if mesh.pp.size > 1 else None
+    exchanged = _exchange(policy, batch) if exchange else None
     update, metrics = one_update(policy, batch, total_updates=10)
     updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
@@ -198,7 +200,7 @@ def gradients(
         },
         bytes_read=bytes_read,
         largest_read=largest_read,
-        exchange=exchange,
+        exchange=exchanged,
     )
 
 

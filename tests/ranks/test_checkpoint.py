@@ -117,6 +117,7 @@ def test_state_is_written_as_it_was_while_the_policy_trains_on(tmp_path: Path) -
     assert message.startswith("SaveError: rank 1: ") and remaining == []
 
 
+@pytest.mark.large
 def test_state_gathered_in_pieces_is_what_megatron_gathers() -> None:
     given: list[tuple[dict[str, int], int]] = [
         *(({}, 1 << 24), ({}, 1000)),

@@ -43,6 +43,7 @@ def test_epochs_equal_a_loop_by_hand_bit_for_bit(updates: int, model: str) -> No
     assert shares[2] > 0 and row["policy/kl_old_epoch_3"] > row["policy/kl_old_epoch_2"] > 0
 
 
+@pytest.mark.large
 def test_epochs_do_not_depend_on_the_layout(model: str) -> None:
     """Pipeline stages and data-parallel ranks keep the old log-probabilities of their tokens."""
     (one,) = run_world(cases.epochs, 1, model=model, updates=2, count=2, parallel={})

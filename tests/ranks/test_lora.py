@@ -73,20 +73,41 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_layouts_train_the_same_and_resume_bit_for_bit(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, cases.InLayout]]:
+    """One process, with a plain and with a quantised base; and the folder of the weights."""
+    folder = tmp_path_factory.mktemp("alone")
+    rows = {"one": {}, "one-int8": {"model": {"base": "int8"}}}
+    given = {"model": str(model), "targets": TARGETS, "out": str(folder)}
+    (whole,) = run_world(cases.layouts, 1, rows=rows, **given)
+    return folder, whole
+
+
+# Dense matrices and experts divided, stages, a base in another type: one row after the other.
+KEPT = ("tp2-ep2-etp1", "pp2-full-recompute", "int8")
+
+
+@pytest.mark.parametrize(
+    "kept", [True, pytest.param(False, marks=pytest.mark.large)], ids=["kept", "others"]
+)
+def test_layouts_train_the_same_and_resume_bit_for_bit(
+    kept: bool, model: Path, alone: tuple[Path, dict[str, cases.InLayout]], tmp_path: Path
+) -> None:
+    folder, whole = alone
+    rows = {name: row for name, row in ROWS.items() if (name in KEPT) == kept}
     given = {"model": str(model), "targets": TARGETS, "out": str(tmp_path)}
-    alone = {"one": {}, "one-int8": {"model": {"base": "int8"}}}
-    (whole,) = run_world(cases.layouts, 1, rows=alone, **given)
-    worlds = [whole, *run_world(cases.layouts, 2, rows=ROWS, **given)]
+    worlds = [whole, *run_world(cases.layouts, 2, rows=rows, **given)]
     for found in (each for world in worlds for each in world.values()):
         assert found.rewritten and found.resumed and found.reference and found.without_base, found
     with CheckpointReader(model) as reader:
         base = {name: reader.read(name) for name in reader.shapes}
-    one, quantised = (torch.load(tmp_path / name / "weights.pt") for name in alone)
+    one, quantised = (torch.load(folder / name / "weights.pt") for name in whole)
     still = {name for name in one if torch.equal(one[name], base[name])}
-    kept = ("norm.weight", "bias", "shared_expert_gate.weight", "embed_tokens.weight")
-    assert still == {name for name in one if name.endswith(kept)}
-    for name in (each for each in ROWS if "lora" not in ROWS[each]):
+    others = ("norm.weight", "bias", "shared_expert_gate.weight", "embed_tokens.weight")
+    assert still == {name for name in one if name.endswith(others)}
+    for name in (each for each in rows if "lora" not in rows[each]):
         half, like = name.startswith("bfloat16"), "one-int8" if name.startswith("int8") else "one"
         got = torch.load(tmp_path / name / "weights.pt")
         assert got.keys() == one.keys()

@@ -48,6 +48,7 @@ def test_with_bypass_the_engine_stands_for_the_old_policy(models: tuple[str, lis
     assert found.kl == pytest.approx(found.kl_by_hand, rel=1e-5)
 
 
+@pytest.mark.large
 def test_teachers_do_not_depend_on_the_layout(models: tuple[str, list[str]]) -> None:
     model, teachers = models
     (one,) = run_world(cases.taught, 1, model=model, teachers=teachers, parallel={})

@@ -68,8 +68,10 @@ def test_the_wheel_has_presets_program_and_data_and_one_top_level_name(wheel: Pa
     } <= set(names)
 
 
-def installed(wheel: Path, folder: Path) -> Path:
-    """Install the wheel into an environment of its own, which is returned."""
+@pytest.fixture(scope="module")
+def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of its own with the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
     home = folder / "venv"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
@@ -83,8 +85,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return home
 
 
-def test_the_installed_program_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    home = installed(wheel, tmp_path)
+def test_the_installed_program_runs_from_another_folder(home: Path, tmp_path: Path) -> None:
     python = home / "bin" / "python"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -99,8 +100,7 @@ def test_the_installed_program_runs_from_another_folder(wheel: Path, tmp_path: P
     assert not list(elsewhere.iterdir())
 
 
-def test_the_installed_program_trains(wheel: Path, tmp_path: Path) -> None:
-    home = installed(wheel, tmp_path)
+def test_the_installed_program_trains(home: Path, tmp_path: Path) -> None:
     flags = "--parallel.ep 1 --train.steps 1 --rollout.prompts_per_step 4 --log.dir run"
     call(home / "bin" / "r3", "tiny", *flags.split(), "--eval.path", "", cwd=tmp_path)
     assert list((tmp_path / "run" / "hf" / "step_000001").glob("*.safetensors"))

@@ -28,6 +28,7 @@ from r3.rewards.scorer import RewardError
 from r3.run import embedded_run
 from r3.run.embedded_run import imports_that_last, own_process
 from r3.runtime.device import seed_everything
+from tests.tiny import FEW_ROWS
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -194,6 +195,7 @@ def test_what_imports_set_once_is_there_in_every_run(monkeypatch: pytest.MonkeyP
 def test_a_call_tries_the_reward_as_it_is_before_it_builds_anything() -> None:
     file = Path("mine.py")
     settings = {"parallel.ep": 1, "eval.path": (), "reward.function": "mine.py:mine"}
+    settings |= {"data.path": (FEW_ROWS,)}
     before, modules = _of_this_process(), set(sys.modules)
     for word in ("level", "stage"):  # an edit of the same size between two calls
         file.write_text(f"def mine(response, prompt):\n    return prompt.metadata[{word!r}]\n")

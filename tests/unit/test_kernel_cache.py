@@ -165,6 +165,7 @@ print(json.dumps([hits, digest]))
 """
 
 
+@pytest.mark.large  # compiles for ten seconds
 @needs_tiles
 def test_loops_from_disk_have_the_bits_of_loops_just_compiled(tmp_path: Path) -> None:
     found = []

@@ -144,10 +144,10 @@ def shrink_vocabulary(folder: Path) -> None:
 def test_broken_tokenizer_is_one_message(damage: Callable[[Path], object], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(assets.TINY_MOE, model)
-    read_task(tiny_config(model))
+    read_task(small_task(model))
     damage(model)
     with pytest.raises(ConfigError, match=r"model\.path .*its tokenizer"):
-        read_task(tiny_config(model))
+        read_task(small_task(model))
 
 
 def http(**fields: str) -> RewardConfig:

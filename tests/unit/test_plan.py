@@ -405,9 +405,9 @@ def test_what_the_verdict_proposes_fits() -> None:
     [
         (BIG, BIG_SHAPE, 8, 141),
         (BIG, BIG_SHAPE, 16, 80),
-        (BIG, BIG_SHAPE, 64, 80),
+        pytest.param(BIG, BIG_SHAPE, 64, 80, marks=pytest.mark.large),
         (PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 8, 24),
-        (TINY, TINY_SHAPE, 4, 16),
+        pytest.param(TINY, TINY_SHAPE, 4, 16, marks=pytest.mark.large),
     ],
 )
 def test_every_proposal_is_accepted_and_fits(

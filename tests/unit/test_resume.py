@@ -42,7 +42,13 @@ class Place:
 
     root: Path
 
-    def start(self, *allowed: str, writes: bool = True, **sections: dict[str, Any]) -> Start:
+    def start(
+        self,
+        *allowed: str,
+        writes: bool = True,
+        only: bool = False,
+        **sections: dict[str, Any],
+    ) -> Start:
         """Start or resume the run; the lock is released."""
         config = tiny_config(
             self.root / "model",
@@ -50,6 +56,7 @@ class Place:
             reward={"function": (f"{self.root}/mine.py:right",)},
             algo={"teacher": (str(self.root / "teacher"),)},
             checkpoint={"allow_changed": allowed},
+            eval={"path": (f"{assets.WORD_PROBLEMS_EVAL}[:16]",), "only": only},
             **sections,
         )
         with_task = read_task(config)
@@ -199,7 +206,7 @@ def test_a_run_of_an_older_version_resumes_with_a_note(place: Place) -> None:
 
 def test_evaluation_alone_notes_a_change(place: Place) -> None:
     template(place.root)
-    start = place.start(writes=False, eval={"only": True})
+    start = place.start(writes=False, only=True)
     assert start.notes[1:] == ("changed since the last start: the chat template",)
 
 

@@ -20,7 +20,7 @@ from r3.rollout.self_judging import Judging
 from r3.rollout.task import read_task
 from r3.types import Prompt, Rollout
 from tests.settings import changed, found
-from tests.tiny import random_rollouts, tiny_config
+from tests.tiny import FEW_ROWS, random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -193,13 +193,14 @@ def test_turns_of_conversations_are_not_replies(renderer: Renderer, tokenizer: A
 
 def test_the_engine_has_room_for_the_longest_question(template: str) -> None:
     """A derived maximum counts the judge's prompt and reply, as long as the context allows."""
-    plain = read_task(tiny_config()).max_model_len
+    few = {"path": (FEW_ROWS,)}
+    plain = read_task(tiny_config(data=few)).max_model_len
     settings = {"prompt_file": template, "max_tokens": 32, "function": ("self_judge",)}
-    asked = read_task(tiny_config(reward=settings)).max_model_len
+    asked = read_task(tiny_config(data=few, reward=settings)).max_model_len
     assert plain + 32 < asked < plain + 32 + 60
-    fixed = tiny_config(reward=settings, engine={"max_model_len": 200})
+    fixed = tiny_config(data=few, reward=settings, engine={"max_model_len": 200})
     assert read_task(fixed).max_model_len == 200
-    long = read_task(tiny_config(reward=settings | {"max_tokens": 10**6}))
+    long = read_task(tiny_config(data=few, reward=settings | {"max_tokens": 10**6}))
     assert long.max_model_len == long.shape.max_position_embeddings
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from r3 import assets
 from r3.config import Config, ConfigError, parse_value, with_values
@@ -278,26 +277,6 @@ def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
-
-
-PREPARED = """
-import sys
-from r3.cli.parse import parse
-from r3.run.prepare import prepare
-
-prepared = prepare(parse(["tiny", "--parallel.ep", "1", "--log.dir", sys.argv[1]]))
-from r3.run import start
-print("megatron" in sys.modules, "torch._inductor.lowering" in sys.modules)
-prepared.start.lock.release()
-prepared.task.close()
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
-def test_a_rank_on_cpu_imports_no_compiler(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", PREPARED, str(tmp_path / "run")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["True False"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("enabled", [True, False])
