@@ -21,7 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep2": (2, {"ep": 2}),
     "cp2-tp2": (4, {"cp": 2, "tp": 2}),
 }
-KEPT = ("pp2", "cp2-tp2")
+KEPT = ("pp2", "ep2")
 
 
 @pytest.fixture(scope="module", params=sweep(LAYOUTS, KEPT))

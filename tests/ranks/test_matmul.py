@@ -46,7 +46,7 @@ def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) ->
     return dict(counted.calls)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_products_have_a_type_that_the_processor_has(tp: int) -> None:
     rows: list[dict[str, Any]] = [
         {"dtype": "float32", "has_bfloat16": False},

@@ -12,7 +12,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.large)])
 def test_nothing_of_a_micro_batch_is_reachable_after_its_step(ranks: int) -> None:
     # "sorted" are the fused experts of CUDA. With recomputation Megatron's dispatcher, which
     # "grouped" experts use, would keep a graph.

@@ -13,7 +13,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.large)])
 def test_the_best_stays_exports_come_and_patience_ends_the_run(ranks: int, tmp_path: Path) -> None:
     model = str(random_checkpoint(tmp_path / "policy"))
     results = run_world(

@@ -44,6 +44,7 @@ def test_loss_and_gradients_equal_those_of_transformers(rows: str, model: str) -
     assert wrong == {}
 
 
+@pytest.mark.large
 def test_an_update_does_not_depend_on_the_layout(rows: str, model: str) -> None:
     (one,) = run_world(cases.update, 1, data=rows, model=model, parallel={})
     assert not one.replayed and one.mismatch == []

@@ -18,7 +18,7 @@ from r3.rollout.task import read_task
 from r3.run.check import check_task
 from r3.run.failures import failure_text
 from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
-from tests.tiny import tiny_config
+from tests.tiny import FEW_ROWS, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -70,7 +70,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def tiny(**algo: object) -> Config:
-    return tiny_config(algo=algo)
+    return tiny_config(algo=algo, data={"path": (FEW_ROWS,)})
 
 
 def found(config: Config) -> dict[str, str]:

@@ -160,6 +160,7 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path, end: str) -> None:
     assert gone(pid_file)
 
 
+@pytest.mark.large
 def test_commands_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = f"""

@@ -222,6 +222,7 @@ threading.Thread(target=ctypes.PyDLL(None).sleep, args=(600,)).start()
 """
 
 
+@pytest.mark.large
 def test_a_second_ctrl_c_ends_a_rank_that_sees_no_signal(tmp_path: Path) -> None:
     script = tmp_path / "holds.py"
     script.write_text(_HOLDS_THE_LOCK)

@@ -38,7 +38,7 @@ def programs(words: tuple[str, ...]) -> tuple[str, ...]:
     return words[2:] if words[:2] == ("-m", "benchmarks.one_device") else words
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("small", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_steps_type_what_exists(
     small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +47,7 @@ def test_steps_type_what_exists(
         (tmp_path / "models" / name).symlink_to(made)
     gpu.rows(tmp_path / "rows.jsonl")
     monkeypatch.chdir(ROOT)
-    found, kinds = steps(tmp_path, seeds=2, small=small), set()
+    found, kinds = steps(tmp_path, seeds=1, small=small), set()
     for words in (words for step in found for words in step.commands):
         ranks = "2" if words[:2] == ("-m", "torch.distributed.run") else "1"
         monkeypatch.setenv("WORLD_SIZE", ranks)

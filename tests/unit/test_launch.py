@@ -26,7 +26,7 @@ _PROGRAMS = {
         ' *r3.doctor*) echo "health $*"; sleep $CHECK_S; exit $HEALTH;; esac\n'
         "trap 'echo stopped; exit 75' USR1 TERM\n"
         'echo "ranks $*"\necho "folder $R3_LOG_DIR"\necho "threads $OMP_NUM_THREADS"\n'
-        "for i in $(seq 20); do sleep 0.1; done; exit $CODE\n"
+        "for i in $(seq $TENTHS); do sleep 0.1; done; exit $CODE\n"
     ),
 }
 
@@ -58,6 +58,7 @@ def submit(
         "SLURM_GPUS_ON_NODE": "8",
     }
     stubs = {"REFUSED": "0", "CHECK": "0", "CHECK_S": "0", "HEALTH": "0", "CODE": "0"}
+    stubs["TENTHS"] = "20" if usr1_after else "1"  # of a second that the ranks run
     own = {"PATH": path, "PYTHON": str(folder / "r3")}
     process = subprocess.Popen(
         ["bash", ROOT / "launch" / "slurm.sbatch", "tiny"],

@@ -32,6 +32,7 @@ def words(**given: object) -> Namespace:
     return Namespace(**(plain | {"rdzv_conf": "", "rdzv_endpoint": "127.0.0.1:29500"} | given))
 
 
+@pytest.mark.large
 def test_a_machine_whose_name_does_not_resolve_runs_ranks(tmp_path: Path) -> None:
     enter = ("unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && "$@"')
     if subprocess.run([*enter, _NOWHERE, "true"], capture_output=True).returncode:

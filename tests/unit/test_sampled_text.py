@@ -82,6 +82,7 @@ def parsers() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.large
 def test_every_parser_leaves_odd_messages_as_text(tokenizer: Any, capfd: Any) -> None:
     message_parser(EnvConfig(tool_parser="hermes"), tokenizer, {})  # imports what lists them
     texts, tried, unread = odd_texts(15), [], 0

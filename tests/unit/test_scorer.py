@@ -26,7 +26,7 @@ from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, na
 from r3.rollout.task import read_task
 from r3.types import Prompt, Rollout
 from r3.user_code.calls import CallError
-from tests.tiny import random_rollouts, tiny_config
+from tests.tiny import FEW_ROWS, random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -212,6 +212,7 @@ def test_functions_of_one_name_get_arguments_by_the_names_of_metrics(
 def test_an_argument_may_be_for_the_function_of_a_set(file: Path) -> None:
     mine, other = f"{file}:length", f"{file}:short"
     config = tiny_config(
+        data={"path": (FEW_ROWS,)},
         reward={"function": (mine,), "args": ("limit=3",)},
         eval={"function": (other,), "path": (str(assets.WORD_PROBLEMS_EVAL),)},
     )

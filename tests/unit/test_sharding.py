@@ -162,7 +162,7 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
         assert traffic.peer == traffic.network == (0, 0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.large)])
 def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
     shape = shape_of("qwen3_moe")
     weights = random_weights(shape)

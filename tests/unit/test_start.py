@@ -271,6 +271,7 @@ def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
     assert result(Config(), run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
 
 
+@pytest.mark.large
 def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
     program = "import sys, r3.run.prepare; print(sorted({'megatron', 'vllm'} & set(sys.modules)))"
     done = subprocess.run(
