@@ -232,12 +232,25 @@ def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
             _enter(place)
         if file := job["environment"].get(PID_FILE):
             Path(file).write_text(f"{os.getpid()}\n")
+        _read_again(job["environment"])
         os.chdir(job["folder"])
         sys.executable = job["executable"]
         is_module = job["words"][0] == "-m"
         sys.path[0] = job["folder"] if is_module else str(Path(job["words"][0]).resolve().parent)
 
     run_program(job["words"], job["environment"], begin)
+
+
+def _read_again(environment: Mapping[str, str]) -> None:
+    """Set what huggingface_hub reads from the environment when it is imported."""
+    from huggingface_hub import constants
+
+    if address := environment.get("HF_ENDPOINT"):
+        constants.ENDPOINT = address
+        file = "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = address + file
+    if folder := environment.get("HF_HUB_CACHE"):
+        constants.HF_HUB_CACHE = folder
 
 
 def _enter(place: str) -> None:

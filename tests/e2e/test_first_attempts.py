@@ -110,8 +110,8 @@ def test_every_task_has_tests_that_exist(task: str) -> None:
 class Desk:
     """A user's folder, beside a clone of the repository."""
 
-    def __init__(self, folder: Path, *, is_warm: bool = True) -> None:
-        checkout(folder / "clone", is_warm=is_warm)
+    def __init__(self, folder: Path) -> None:
+        checkout(folder / "clone", is_warm=True)
         self.folder = folder / "proj"
         self.folder.mkdir()
 
@@ -228,9 +228,8 @@ def test_a_script_and_a_running_event_loop(desk: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.large
-def test_a_model_by_name_trains_and_resumes_without_network(tmp_path: Path) -> None:
+def test_a_model_by_name_trains_and_resumes_without_network(desk: Desk, tmp_path: Path) -> None:
     """Two ranks ask for the weights once; the second start asks for nothing."""
-    desk = Desk(tmp_path, is_warm=False)  # a warm process has read the hub's address
     model = ROOT / "r3" / "assets" / "tiny-moe"
     cache = f"export HF_HUB_CACHE={tmp_path / 'cache'}"
     start = (

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_steps import CPU_RUN
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import QUIET_THREADS, ROOT
 
 pytestmark = pytest.mark.e2e
 
 TINY = ("tiny", "--parallel.ep", "1", "--train.steps", "1", "--rollout.prompts_per_step", "4")
+TINY += ("--data.path", FEW_ROWS)
 ONE_STEP = ("train.py", *TINY, "--eval.path", "", "--checkpoint.every", "-1")
 EXPERIMENTS = """
 from benchmarks import gpu
