@@ -77,7 +77,7 @@ def own_workflow(runs: Path, output: str) -> None:
 
 def external_agent(runs: Path, output: str) -> None:
     for row in rows_of(runs / "external-agent"):
-        assert row["env/calls"] == 32 and row["env/errors"] == 0 and row["env/tool_calls"] > 0
+        assert row["env/calls"] == 16 and row["env/errors"] == 0 and row["env/tool_calls"] > 0
         assert row["env/turns_mean"] > 1 and row["routing/coverage"] == 1
         # Every conversation came back from the client as it was sampled.
         assert row["env/sequences_mean"] == 1
