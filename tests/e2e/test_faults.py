@@ -183,6 +183,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
     )
     flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--train.steps", "20")
+    flags += ("--rollout.prompts_per_step", "4")
     limits = ("--debug.stall_s", "5", "--debug.kill_after_s", "15")
     disk = HeldDisk(tmp_path, step=4)
     attempt = launch(folder, *flags, *limits, prefix=disk.prefix, restarts=1)
