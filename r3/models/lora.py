@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ def adapted_tensors(
     Raises:
         ConfigError: a target is not a part of this model, or every target is frozen.
     """
-    return dict(_adapted(shape, lora, tuple(freeze))) if lora.rank else {}
+    if not lora.rank:
+        return {}
+    # Whoever makes the settings may give lists, which have no hash.
+    return dict(_adapted(shape, replace(lora, targets=tuple(lora.targets)), tuple(freeze)))
 
 
 @lru_cache(maxsize=1)  # a plan of memory asks for the same several times

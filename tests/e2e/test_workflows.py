@@ -169,8 +169,6 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
             "4",
             "--rollout.prompts_per_step",
             "4",
-            "--rollout.group_size",
-            "4",
             "--train.updates_per_step",
             "2",
         ),

@@ -152,7 +152,7 @@ def test_rewards_cannot_change_what_others_see(file: Path, name: str, workers: i
 
 
 def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("r3.rewards.scorer.own_copy", lambda value: value)
+    monkeypatch.setattr("r3.rewards.own.own_copy", lambda value: value)
     (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     scorer, prompt = make_scorer(RewardConfig(function=(f"{file}:alone",))), fragile()
     assert scorer(made, prompt) < scorer(made, prompt)

@@ -183,7 +183,7 @@ print(sorted(set(_UNUSED_ON_CPU) & set(sys.modules)), all(map(find_spec, _UNUSED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
-def test_a_rank_on_cpu_imports_neither_a_compiler_nor_what_vllm_does_not_use(
+def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "loaded.py").write_text(LOADED)

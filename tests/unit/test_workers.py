@@ -127,10 +127,13 @@ def test_a_hanging_and_a_dying_worker_cost_their_own_call_alone(processes: Pool)
     assert (processes.counts["timeouts"], processes.counts["crashes"]) == (1, 1)
 
 
-def test_workers_hold_neither_torch_nor_vllm_nor_settings(processes: Pool) -> None:
-    # Not a function of this file, which would import it.
-    processes.submit("loaded", eval, "sorted(__import__('sys').modules)")
-    loaded = drain(processes)["loaded"].value
+def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
+    pool = Pool(Processes(1), timeout_s=10.0)  # of its own: others have imported this file
+    try:
+        pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
+        loaded = drain(pool)["loaded"].value
+    finally:
+        pool.close()
     assert "r3.types" in loaded
     assert not {"torch", "vllm", "transformers", "asyncio", "r3.config"} & {*loaded}
 
