@@ -23,7 +23,7 @@ help: ## this list
 	    if (length(line word[i]) > 79) { print line; line = sprintf("%19s", "") } line = line " " word[i] } \
 	  print line }' $(MAKEFILE_LIST)
 
-setup: ## create or refresh .venv with the CPU stack (about two minutes; at once when nothing changed)
+setup: ## create or refresh .venv with the CPU stack (a minute and a half; at once when nothing changed)
 	@tools/setup_env.sh
 
 demo: setup ## train the embedded model on this CPU

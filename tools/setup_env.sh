@@ -77,7 +77,7 @@ for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
   [ -f "$info/INSTALLER" ] || rm -rf "$info"
 done
 
-# uv needs a fifth of pip's time. It reads no settings of pip: these are the ones that say where packages are.
+# uv needs less than half of pip's time. It reads no settings of pip: these are the ones that say where packages are.
 settings=$("$py" -m pip config list | "$py" tools/uv_settings.py)
 for_uv=()
 [ -z "$settings" ] || mapfile -t for_uv <<<"$settings"
@@ -103,7 +103,7 @@ packages() { # its word installs packages
   shown "$1" "${of_lock[@]}"
 }
 if ! pip_install --no-deps "$(sed -n 's/^\(uv==[^ ;]*\).*/\1/p' "$lock")" || ! packages uv_install; then
-  say "uv could not install them: pip does, which takes two minutes longer"
+  say "uv could not install them: pip does, which takes a minute longer"
   # Python brings a pip that may be years old. The newest needs half of the time to find the packages.
   pip_install --upgrade pip || say "no newer pip within reach"
   packages pip_install
