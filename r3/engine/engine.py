@@ -22,7 +22,6 @@ from r3.engine.sampler import Sampler
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state
-from r3.runtime.process import no_collection
 from r3.runtime.terminal import say
 
 if TYPE_CHECKING:
@@ -315,12 +314,8 @@ class Engine:
         self.reset_cache()
 
     def close(self) -> None:
-        """End the engine, in a process that lives on.
-
-        `forget_engine` ends vLLM's groups, and frees what the engine leaves.
-        """
-        with no_collection():
-            self.llm.llm_engine.engine_core.shutdown()
+        """End the engine, in a process that lives on. `forget_engine` ends vLLM's groups."""
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 def forget_engine() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +62,6 @@ def adapted_tensors(
     """
     if not lora.rank:
         return {}
-    # Whoever makes the settings may give lists, which have no hash.
-    return dict(_adapted(shape, replace(lora, targets=tuple(lora.targets)), tuple(freeze)))
-
-
-@lru_cache(maxsize=1)  # a plan of memory asks for the same several times
-def _adapted(shape: ModelShape, lora: LoraConfig, freeze: tuple[str, ...]) -> dict[str, int]:
     of_target = matrices(shape)
     for target in lora.targets:
         # The default names the matrices of every kind of model.

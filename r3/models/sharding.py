@@ -180,20 +180,13 @@ class SyncPlan(Generic[S]):
         sources: dict[ShardId, int] = {}
         crossing: set[ShardId] = set()
         machines = set(hosts)
-        # Of tens of thousands of shards, most are on the same few sets of ranks.
-        chosen: dict[tuple[int, ...], tuple[int, bool]] = {}
-        for shard_id, held in holders.items():
-            ranks = tuple(held)
-            if ranks not in chosen:
-                near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
-                if {hosts[rank] for rank in ranks} != machines:
-                    chosen[ranks] = min(ranks), True
-                else:
-                    source = reader if reader in ranks else near[reader % len(near)]
-                    chosen[ranks] = source, False
-            sources[shard_id], crosses = chosen[ranks]
-            if crosses:
+        for shard_id, ranks in holders.items():
+            near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
+            if {hosts[rank] for rank in ranks} != machines:
                 crossing.add(shard_id)
+                sources[shard_id] = min(ranks)
+            else:
+                sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
         return cls(
             tensors=tensors, holders=holders, sources=sources, crossing=crossing, reader=reader
         )

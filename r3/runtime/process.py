@@ -123,21 +123,6 @@ def _libc() -> ctypes.CDLL:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Let libraries that collect garbage in the block collect none.
-
-    vLLM does three times when an engine ends, each time among all modules of the process: a second
-    each.
-    """
-    collect, unfreeze = gc.collect, gc.unfreeze
-    gc.collect, gc.unfreeze = lambda generation=2: 0, lambda: None
-    try:
-        yield
-    finally:
-        gc.collect, gc.unfreeze = collect, unfreeze
-
-
-@contextmanager
 def importing(*, without: Iterable[str] = ()) -> Iterator[None]:
     """Search no garbage while the block imports modules, nor ever among their objects.
 
