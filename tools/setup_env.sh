@@ -28,8 +28,8 @@ uv_install() {
 shown() {
   local ticker code=0
   while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-    say "${1%_install} is at work, $SECONDS s; $(find "$venv"/lib/python3.*/site-packages -maxdepth 1 -name '*.dist-info' |
-      wc -l) packages in $venv"
+    say "${1%_install} is at work, $SECONDS s;" \
+      "$(find "$venv"/lib/python3.*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages in $venv"
   done &
   ticker=$!
   trap 'kill '$ticker' 2>/dev/null || true' EXIT
@@ -77,7 +77,7 @@ for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
   [ -f "$info/INSTALLER" ] || rm -rf "$info"
 done
 
-# uv needs less than half of pip's time. It reads no settings of pip: these are the ones that say where packages are.
+# uv needs less than half of pip's time. It reads no settings of pip: these say where packages are.
 settings=$("$py" -m pip config list | "$py" tools/uv_settings.py)
 for_uv=()
 [ -z "$settings" ] || mapfile -t for_uv <<<"$settings"

@@ -70,7 +70,7 @@ def test_the_wheel_has_presets_program_and_data_and_one_top_level_name(wheel: Pa
 
 @pytest.fixture(scope="module")
 def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment of its own with the wheel."""
+    """An environment that has the wheel."""
     folder = tmp_path_factory.mktemp("installed")
     home = folder / "venv"
     venv.create(home, with_pip=False)

@@ -181,11 +181,15 @@ def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Pat
         with StopRequest(RunDir(tmp_path).first_failure):
             signal.raise_signal(signal.SIGHUP)
 
+    def heeds() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
+        hangs_up()
+
     def ignores() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         hangs_up()
 
-    assert "SIGHUP: stopping after this step" in run(tmp_path, 0, hangs_up).stderr
+    assert "SIGHUP: stopping after this step" in run(tmp_path, 0, heeds).stderr
     ended = run(tmp_path, 0, ignores)
     assert (ended.returncode, ended.stderr) == (0, "")
 

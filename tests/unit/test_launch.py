@@ -61,7 +61,8 @@ def submit(
     stubs["TENTHS"] = "20" if usr1_after else "1"  # of a second that the ranks run
     own = {"PATH": path, "PYTHON": str(folder / "r3")}
     process = subprocess.Popen(
-        ["bash", ROOT / "launch" / "slurm.sbatch", "tiny"],
+        # As Slurm starts it, also where nohup runs the tests.
+        ["env", "--default-signal=HUP", "bash", ROOT / "launch" / "slurm.sbatch", "tiny"],
         env=os.environ | slurm | stubs | own | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
