@@ -6,8 +6,9 @@ import re
 from decimal import Decimal
 
 _MINUS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-"})
-# Spaces and commas that LaTeX and typography put between groups of three digits.
-_GAP = r"(?:,?\\[,;:!]|\\[ ]|~|\{,\}|[\u00a0\u2009\u202f])"
+# Spaces and commas that LaTeX and typography put between groups of three digits. `10,\,200` are two
+# numbers.
+_GAP = r"(?:,?\\!|\\[,;: ]|~|\{,\}|[\u00a0\u2009\u202f])"
 _GROUPED = re.compile(rf"(?<![\w.])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])")
 
 # Possessive quantifiers: a number that runs into a letter or a fraction does not match with its

@@ -26,9 +26,15 @@ _POWER = re.compile(
     r"""(?<![\w.}^])
         ([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))
         (?: [eE]([-+]?[0-9]{1,3})(?![\w.])
-        | \s*(?:\\times|\\cdot|[\u00d7*])\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,3})\s*\}|([0-9])) )""",
+        | \s*(?:\\times|\\cdot|[\u00d7*])\s*10\s*\^\s*
+          (?:\{\s*([-+]?[0-9]{1,3})\s*\}|([0-9])(?![0-9])) )""",
     re.VERBOSE,
 )
+# With a sum that has Euler's number: 2e-1.
+_EULER = re.compile(r"(?<![\w.}^])([0-9]+)e([-+][0-9]+)(?![\w.])")
+# A number and its unit in words, which LaTeX would take for a product of letters.
+_UNIT = re.compile(r"([-+]?[0-9][0-9.,]*)\s+([A-Za-z]{3,}(?:\s+[A-Za-z]{2,})*)\.?")
+_SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+")  # 10 000, which would be a product
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 
 
@@ -38,7 +44,8 @@ def equal(response: str, prompt: Prompt) -> Score:
     The final answer is in the last \\boxed or \\fbox, else in $...$, or the last number; a
     response without any expression scores 0, and so does one that cannot be compared, which the
     metric `reward/math_unread` counts. The reference is the text after the last `####` of the
-    row's answer, or all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
+    row's answer, or all of it; of a solution with a box, the last box. `1\\,000` is 1000, and
+    `1e-3` is 0.001, or e - 3 if that is equal.
 
     Raises:
         CallError: a reference has no expression.
@@ -47,21 +54,23 @@ def equal(response: str, prompt: Prompt) -> Score:
 
     references = []
     for answer in prompt.accepted:
-        text = _readable(answer.rpartition("####")[2].strip())
+        said = answer.rpartition("####")[2].strip()
         # Bare LaTeX is only read between dollars, bare numbers anywhere.
-        reference = _parsed(parse, f"${text}$") or _parsed(parse, text)
-        if not reference:
+        found = [_parsed(parse, f"${each}$") for each in _readings(said)]
+        if all(isinstance(each, str) for each in found[0]):  # no expression, but perhaps a text
+            found = [_parsed(parse, _final(said)) or found[0]]
+        if not found[0]:
             raise CallError(
                 f"the reference answer has no expression: {answer[-200:]!r}", again=False
             )
-        references.append(reference)
+        references += found
 
     def value() -> float:
-        found = _parsed(parse, _final(response))
+        readings = _readings(response) if _BOX.search(response) else [_final(response)]
         return float(
-            bool(found)
-            and any(
+            any(
                 verify(reference, found, timeout_seconds=None, raise_on_error=True)
+                for found in filter(None, [_parsed(parse, each) for each in readings])
                 for reference in references
             )
         )
@@ -73,23 +82,34 @@ def _parsed(parse: Any, text: str) -> Any:
     return parse(text, parsing_timeout=None, raise_on_error=True)
 
 
-def _final(response: str) -> str:
-    """Return the last box of a response, all of it without a box, nothing if the last is cut."""
-    boxes = list(_BOX.finditer(response))
+def _readings(text: str) -> list[str]:
+    """Return the final answer in a text, and what it is if e is Euler's number."""
+    return list(dict.fromkeys((_final(text), _final(text, euler=True))))
+
+
+def _final(text: str, *, euler: bool = False) -> str:
+    """Return the last box of a text, all of it without a box, nothing if the last is cut."""
+    boxes = list(_BOX.finditer(text))
     if not boxes:
-        return _readable(response)
+        return _readable(text, euler=euler)
     last = boxes[-1]
     if not last[0].endswith("{"):  # \boxed 7
-        return rf"\boxed{{{_readable(response[last.end()])}}}"
+        return rf"\boxed{{{_readable(text[last.end()])}}}"
     depth, end = 1, last.end()
-    while depth and end < len(response):
-        depth += {"{": 1, "}": -1}.get(response[end], 0) * (response[end - 1] != "\\")
+    while depth and end < len(text):
+        depth += {"{": 1, "}": -1}.get(text[end], 0) * (text[end - 1] != "\\")
         end += 1
-    return rf"\boxed{{{_readable(response[last.end() : end - 1])}}}" if not depth else ""
+    inside = _readable(text[last.end() : end - 1], euler=euler)
+    return rf"\boxed{{{inside}}}" if not depth else ""
 
 
-def _readable(text: str) -> str:
+def _readable(text: str, *, euler: bool = False) -> str:
     """Write numbers as math-verify reads them exactly: without gaps and powers of ten."""
+    text = _EULER.sub(r"\1 e \2", text) if euler else text
+    if found := _UNIT.fullmatch(text.strip()):
+        text = rf"{found[1]} \text{{ {found[2]}}}"
+    elif _SPACED.fullmatch(text.strip()):
+        text = text.replace(" ", "")
     return _POWER.sub(_without_power, plain(text))
 
 

@@ -140,6 +140,21 @@ MATH = [
     ("x>3", r"\boxed{3 < x}", 1),
     ("11:30", r"\boxed{11:30}", 1),
     ("11:30", r"\boxed{11:45}", 0),
+    ("(10,200)", r"\boxed{(10,\,200)}", 1),
+    ("(10, 200)", r"\boxed{(10,\;200)}", 1),
+    ("10200", r"\boxed{10,\,200}", 0),
+    ("10200", r"\boxed{10,\!200}", 1),
+    ("10 000", r"\boxed{10000}", 1),
+    (r"3\times 10^{45}", r"\boxed{3 \times 10^45}", 1),
+    ("2e - 1", r"\boxed{2e-1}", 1),
+    ("2e-1", r"\boxed{2e - 1}", 1),
+    ("18 dollars", r"\boxed{18}", 1),
+    ("18", r"\boxed{18 miles per hour}", 1),
+    ("18 dollars", r"\boxed{19 dollars}", 0),
+    (r"\[18\]", r"\boxed{18}", 1),
+    ("**18**", r"\boxed{18}", 1),
+    (r"not \boxed{3} but \boxed{5}", r"\boxed{5}", 1),
+    (r"not \boxed{3} but \boxed{5}", r"\boxed{3}", 0),
 ]
 # fmt: on
 
