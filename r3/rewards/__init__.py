@@ -88,6 +88,8 @@ def gym(response: str, prompt: Prompt) -> Score:
 
 
 _PASSED, _PASSED_BY_NAME = ("response", "prompt"), ("messages",)
+# Names that these have where the order is another one, as in TRL.
+_PROMPTS, _RESPONSES = ("prompt", "prompts"), ("response", "completion", "completions")
 
 REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
@@ -108,7 +110,13 @@ def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> R
         rule = "is neither a built-in reward function nor path/to/file.py:function"
         fix = f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
         raise problem("reward.function", spec, rule, fix)
-    return function_of("reward.function", spec, _PASSED, arguments, optional=_PASSED_BY_NAME)
+    function = function_of("reward.function", spec, _PASSED, arguments, optional=_PASSED_BY_NAME)
+    first, *others = inspect.signature(function).parameters
+    if first in _PROMPTS or (others and others[0] in _RESPONSES):
+        rule = f"its first parameters are {first} and {others[0]}, and R3 passes a response first, "
+        fix = "write `def f(response, prompt)`, or `def f(responses, prompt)` for a whole group"
+        raise problem("reward.function", spec, f"{rule}then its prompt", fix)
+    return function
 
 
 def taker_of(name: str, spec: str) -> Taker:

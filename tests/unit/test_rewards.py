@@ -78,6 +78,12 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
         ("{folder}/mine.py:reward", "other = 1", "defines no 'reward'"),
         ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),
         ("{folder}/mine.py:reward", "def reward(response): ...", "cannot be called as"),
+        ("{folder}/mine.py:reward", "def reward(prompt, response): ...", "a response first"),
+        (
+            "{folder}/mine.py:reward",
+            "def reward(prompts, completions, **_): ...",
+            "prompts and com",
+        ),
         ("{folder}/mine.py:reward", "import no_such_module", "raised ModuleNotFoundError"),
         ("{folder}/mine.py:reward", "def reward(", "raised SyntaxError"),
     ],
