@@ -27,9 +27,8 @@ _OF_REWARDS = {
 }
 # Settings that need an environment of several turns, or one of the user's.
 _ENVIRONMENT = (
-    *("env.max_turns", "env.max_turn_tokens", "env.tool_parser", "env.reasoning_parser"),
-    *("env.keep_reasoning", "env.workers", "env.timeout_s", "env.retries", "env.on_error"),
-    "env.unfinished_reward",
+    *("env.max_turns", "env.tool_parser", "env.reasoning_parser", "env.keep_reasoning"),
+    *("env.workers", "env.timeout_s", "env.retries", "env.on_error", "env.unfinished_reward"),
 )
 # Settings without a meaning for rows that are learned, and without anything that is sampled.
 _OF_ROLLOUTS = (
@@ -140,8 +139,10 @@ def _objective(
         ignored("train.objective is sft", *_OF_ROLLOUTS, but=of_objective)
         if not config.uses_engine:
             because = "train.objective is sft and eval.path is empty, so nothing is sampled"
-            divides = config.algo.aggregation == "constant"  # the loss by the response's maximum
-            ignored(because, *_OF_SAMPLING, but=["rollout.max_response_tokens"] * divides)
+            but = ["env.name", "env.path"]  # rows show the tools of the environment
+            if config.algo.aggregation == "constant":  # divides the loss by it
+                but.append("rollout.max_response_tokens")
+            ignored(because, *_OF_SAMPLING, but=but)
     if config.train.objective == "distill":
         because = "train.objective distill learns from the teacher alone"
         if "algo.args" in names:

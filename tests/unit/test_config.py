@@ -689,6 +689,14 @@ def test_what_an_evaluation_alone_reads_is_nothing_to_warn_of() -> None:
     assert checks.examine(changed(given), 2, given=given).warnings == ()
 
 
-def test_r2_with_one_update_is_nothing_to_warn_of() -> None:
-    config = with_values(TINY, {"replay.mode": "r2"})
-    assert checks.examine(config, 2, given={"replay.mode"}).warnings == ()
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replay.mode": "r2"},
+        {"env.max_turn_tokens": 8},
+        {"train.objective": "sft", "eval.path": "", "env.name": "calculator"},
+    ],
+    ids=["one update", "one turn", "tools of learned rows"],
+)
+def test_settings_with_an_effect_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
+    assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()
