@@ -31,6 +31,7 @@ _CONTENT = PLACEHOLDER[::-1]  # stands for that of another message
 # all the same it is doubled.
 _MARK = "\ufdd0"
 _REPLACEMENT = "\ufffd"  # stands for bytes that are no character
+_SPACE = "\u2581"  # stands for a space in vocabularies of SentencePiece
 
 _QUESTION: Sequence[Message] = ({"role": "user", "content": "a"},)
 _REPLY: Message = {"role": "assistant", "content": PLACEHOLDER}
@@ -180,9 +181,11 @@ class Renderer:
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token, which may be part of a character."""
         text: str = self._tokenizer.decode([token])
+        piece: str = self._tokenizer.convert_ids_to_tokens(token) or ""
         if _REPLACEMENT not in text:
-            return text.encode()
-        piece: str = self._tokenizer.convert_ids_to_tokens(token)
+            # SentencePiece leaves out a space at the beginning of what it decodes.
+            spaces = len(piece) - len(piece.lstrip(_SPACE))
+            return b" " * (spaces - len(text) + len(text.lstrip(" "))) + text.encode()
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
             return bytes.fromhex(byte[1])
         from transformers.convert_slow_tokenizer import bytes_to_unicode

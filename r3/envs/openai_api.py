@@ -160,7 +160,7 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
         tokens = zip(completion.tokens, completion.logprobs, strict=True)
         listed = [
             {
-                "token": model.decode([token]),
+                "token": model.token_bytes(token).decode(errors="replace"),
                 "logprob": logprob,
                 "bytes": list(model.token_bytes(token)),
                 "top_logprobs": [],
@@ -190,7 +190,7 @@ def completion_reply(
     """The reply to a completion request: one body, or the events of a stream."""
     logprobs: Any = None
     if request.logprobs:
-        pieces = [model.decode([token]) for token in completion.tokens]
+        pieces = [model.token_bytes(each).decode(errors="replace") for each in completion.tokens]
         logprobs = {"tokens": pieces, "token_logprobs": list(completion.logprobs)}
         logprobs |= {"top_logprobs": None, "text_offset": None}
     choice = {"index": 0, "text": _before_stop(completion.text, request), "logprobs": logprobs}

@@ -328,7 +328,12 @@ class EpisodeModel:
             )
         if isinstance(prompt, str) and half_character(prompt):
             raise ValueError("the prompt holds half of a character")
-        tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            # A rendered conversation begins with the token that the tokenizer would add.
+            adds = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
+            tokens = tokenizer(prompt, add_special_tokens=adds)["input_ids"]
+        else:
+            tokens = list(prompt)
         if not tokens or not all(
             type(each) is int and 0 <= each < len(tokenizer) for each in tokens
         ):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from r3 import assets
@@ -195,6 +196,12 @@ class Completes:
         text = await model.complete("Tom has")
         return float(more.prompt_tokens - len(task.tokens_T) - len(first.tokens))
 
+class Rendered:
+    """The second prompt has what begins every text, as a rendered conversation does."""
+    async def run(self, task, model):
+        calls = [await model.complete(text) for text in ("Tom has", "<|endoftext|>Tom has")]
+        return float(calls[1].prompt_tokens - calls[0].prompt_tokens)
+
 class Tools:
     tools = ({"type": "function", "function": {"name": "calc"}},)
     async def run(self, task, model):
@@ -364,6 +371,15 @@ def test_complete_continues_tokens(play: Play) -> None:
     assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
     assert collected.rewards == [2.0, 2.0]
     assert collected.rollouts[0].tokens_T[:3].tolist() == [3, 4, 5]
+
+
+def test_a_text_begins_once(play: Play) -> None:
+    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    play.tokenizer.backend_tokenizer.post_processor = begin
+    play.tokenizer.bos_token = "<|endoftext|>"
+    collected = play("Rendered")
+    assert collected.rewards == [0.0, 0.0]
+    assert [each.tokens_T[:2].tolist().count(0) for each in collected.rollouts] == [1, 1]
 
 
 # --- rewards ------------------------------------------------------------------------------------
