@@ -22,6 +22,6 @@ def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
         dumped = dump_rollouts(run.folder, step, scored, run.mesh.world, prompts)
         run.meter.show_samples(step, dumped)
     if log.show_every and step % log.show_every == 0 and scored and run.device.rank == 0:
-        item = scored[step % len(scored)]  # each step another place of the batch
+        item = scored[step // log.show_every % len(scored)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
         run.meter.console.show(conversation(sample_of(0, row_of(item, prompt))))

@@ -95,8 +95,15 @@ def curve(values: Sequence[float | None], width: int = CURVE_WIDTH) -> str:
 
 
 def remaining_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
-    """Seconds to the end, by the mean of the newest steps; None before the first step."""
-    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row]
+    """Seconds to the end, by the mean of the newest steps; None before the first step.
+
+    As on the console, evaluations do not count.
+    """
+    times = [
+        row["time/step_s"] - row.get("time/evaluate_s", 0.0)
+        for row in rows
+        if row["step"] > 0 and "time/step_s" in row
+    ]
     return fmean(times[-_RECENT:]) * (steps - rows[-1]["step"]) if times else None
 
 

@@ -56,7 +56,8 @@ def test_curve_runs_from_lowest_to_highest_with_gaps() -> None:
 def test_remaining_time_is_of_the_newest_steps() -> None:
     rows = [
         {"step": 0, "time/step_s": 100.0},
-        *({"step": i, "time/step_s": float(i)} for i in range(1, 13)),
+        *({"step": i, "time/step_s": float(i)} for i in range(1, 12)),
+        {"step": 12, "time/step_s": 40.0, "time/evaluate_s": 28.0},
     ]
     assert remaining_s(rows, 20) == 7.5 * 8, "steps 3 to 12"
     assert remaining_s(rows[:1], 10) is None
