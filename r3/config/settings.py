@@ -490,7 +490,7 @@ class TrainConfig:
     min_lr: Annotated[float, AtLeast(0), Fix("0 decays to zero")] = 0.0
     """Final learning rate of a decaying schedule."""
     weight_decay: Annotated[float, AtLeast(0), Fix("0 disables it")] = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of AdamW, of matrices. Biases and other vectors have none."""
     beta1: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.9")] = 0.9
     """First-moment decay of AdamW."""
     beta2: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.95")] = 0.95

@@ -11,6 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+class _Biases(nn.Module):
+    """Biases of all experts, [E, width].
+
+    Megatron knows a bias by its name or as a vector. Any other parameter has weight decay.
+    """
+
+    def __init__(self, experts: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(experts, width, dtype=dtype))
+
+
 class GroupedExperts(MegatronModule):
     """This rank's experts as two three-dimensional parameters, run by torch's grouped product.
 
@@ -44,12 +55,9 @@ class GroupedExperts(MegatronModule):
         biases: list[tuple[nn.Parameter, int]] = []
         if config.add_bias_linear:
             assert tp == 1, "experts with biases are whole on a rank"
-            for name, width in (("b1", 2 * ffn), ("b2", hidden)):
-                bias = nn.Parameter(
-                    torch.zeros(num_local_experts, width, dtype=config.params_dtype)
-                )
-                self.register_parameter(name, bias)
-                biases.append((bias, 1))
+            self.linear_fc1 = _Biases(num_local_experts, 2 * ffn, config.params_dtype)
+            self.linear_fc2 = _Biases(num_local_experts, hidden, config.params_dtype)
+            biases = [(self.linear_fc1.bias, 1), (self.linear_fc2.bias, 1)]
         for weight, dim in ((self.w1, 1), (self.w2, 2), *biases):
             # False sends the gradient to the expert data-parallel group. Upstream checks ep > 1
             # only, which is wrong if experts are sharded differently from the rest (etp != tp).
@@ -67,7 +75,7 @@ class GroupedExperts(MegatronModule):
         if tokens_ND.shape[0] == 0:  # keep all parameters in the graph
             out = (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t()
             if self.config.add_bias_linear:
-                out = out + 0.0 * (self.b1.sum() + self.b2.sum())
+                out = out + 0.0 * (self.linear_fc1.bias.sum() + self.linear_fc2.bias.sum())
             return out, None
         # The counts are on the host: a blocking copy would wait for all queued work, per layer.
         ends = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).to(torch.int32)
@@ -77,7 +85,7 @@ class GroupedExperts(MegatronModule):
             rows_N = torch.arange(len(both), dtype=ends.dtype, device=both.device)
             expert_N = torch.searchsorted(ends, rows_N, right=True)
             chosen_NE = F.one_hot(expert_N, self.num_local_experts).to(both.dtype)
-            both = both + chosen_NE @ self.b1
+            both = both + chosen_NE @ self.linear_fc1.bias
 
         def down(both: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             gate, up = both.chunk(2, -1)
@@ -88,7 +96,7 @@ class GroupedExperts(MegatronModule):
             inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(both.dtype)
             out = F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends)
             if self.config.add_bias_linear:
-                out = out + ((chosen_NE @ self.b2) * probs.unsqueeze(-1)).to(out.dtype)
+                out = out + ((chosen_NE @ self.linear_fc2.bias) * probs.unsqueeze(-1)).to(out.dtype)
             return out
 
         if self.recomputes_activation:
@@ -138,8 +146,10 @@ class GroupedExperts(MegatronModule):
             ]
 
         biases = {
-            f"{prefix}{name}": sharded(f"{prefix}experts.{key}.bias", getattr(self, name), replica)
-            for name, key in (("b1", "linear_fc1"), ("b2", "linear_fc2"))
+            f"{prefix}{name}.bias": sharded(
+                f"{prefix}experts.{name}.bias", getattr(self, name).bias, replica
+            )
+            for name in ("linear_fc1", "linear_fc2")
             if self.config.add_bias_linear
         }
         return biases | {

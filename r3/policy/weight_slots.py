@@ -71,9 +71,9 @@ def join_shards(kind: Kind, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _STACKED_EXPERTS = {
-    f"mlp.experts.{ours}{number}": f"linear_fc{number}.{part}"
-    for ours, part in (("w", "weight"), ("b", "bias"))
+    f"mlp.experts.{ours}": f"linear_fc{number}.{part}"
     for number in (1, 2)
+    for ours, part in ((f"w{number}", "weight"), (f"linear_fc{number}.bias", "bias"))
 }
 
 

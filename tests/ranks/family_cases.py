@@ -22,6 +22,7 @@ from r3.layers.layout import zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy
+from r3.policy.memory import chained
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device
@@ -51,6 +52,7 @@ class Contract:
         router_gradients: largest gradient of every router.
         selective: gradients with selective recomputation have the same bits, or it was not tried:
             embeddings are tied, or there are several ranks.
+        decayed: tensors of the checkpoint with weight decay that are vectors, and matrices without.
     """
 
     error: str = ""
@@ -63,6 +65,7 @@ class Contract:
     router_gradients: dict[str, float] = field(default_factory=dict)
     num_moe_layers: int = 0
     selective: bool = False
+    decayed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +153,24 @@ def contract(
         router_gradients=router_gradients,
         num_moe_layers=len(policy.shape.moe_layers),
         selective=selective,
+        decayed=wrongly_decayed(policy),
     )
+
+
+def wrongly_decayed(policy: Policy) -> list[str]:
+    """Tensors of the checkpoint with weight decay that are vectors, and matrices without."""
+    decays = {
+        parameter.data_ptr(): each.optimizer.param_groups[group]["wd_mult"] > 0
+        for each in chained(policy.optimizer)
+        for parameter, (group, _) in each.model_param_group_index_map.items()
+    }
+    slots = (slot for slot in policy.slots if slot.tensor.data_ptr() in decays)
+    return [
+        name
+        for slot in slots
+        for name in slot.hf
+        if decays[slot.tensor.data_ptr()] != (len(policy.shape.tensor_shapes[name]) > 1)
+    ]
 
 
 def selective_is_equal(device: Device, mesh: Mesh, config: Config, without: Policy) -> bool:

@@ -104,6 +104,7 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
         # Sums of squares in float32, on two stages in another order: 1.6e-6 at most.
         assert rank.grad_norm <= 3e-6
         assert rank.round_trip == [], "tensors that are not bit for bit those on disk"
+        assert rank.decayed == [], "weight decay of vectors, or none of matrices"
         routed = name.removesuffix("-tied") in MOE_FAMILIES
         # Whose batch has live routes: a router may choose experts that train nothing.
         if run not in ("pp2", "cp2"):
