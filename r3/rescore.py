@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -60,11 +61,27 @@ FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the weights of the dump are: a Hugging Face folder, or a checkpoint loaded over one."""
+    """Where the weights of the dump are: a Hugging Face folder, or a checkpoint loaded over one.
+
+    Attributes:
+        settings: what differs from the run's: an export has no adapters beside its weights, and a
+            checkpoint has what they became.
+    """
 
     folder: Path
     is_checkpoint: bool
     text: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path, policy_version: int, text: str, *, is_checkpoint: bool) -> Weights:
+        """The weights of a policy version; 0 is the starting model, with the adapters it got."""
+        settings: dict[str, Any] = {} if is_checkpoint else {"model.path": str(folder)}
+        if policy_version:
+            settings |= {"lora.start": ""}
+        if policy_version and not is_checkpoint:
+            settings |= {"lora.rank": 0, "model.base": "dtype"}
+        return cls(folder=folder, is_checkpoint=is_checkpoint, text=text, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +150,8 @@ def parse(argv: Sequence[str]) -> Order:
         problems.append(Problem("--step", words.step, rule, "choose another step"))
         raise ConfigError(problems) from None
     weights = _weights(run_dir, config, words.step, rollouts, words.weights, problems)
-    if weights and not weights.is_checkpoint:
-        config = with_values(config, {"model.path": str(weights.folder)})
+    if weights:
+        config = with_values(config, weights.settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems += [p for p in validate.problems(config, world_size) if p.field.startswith(_MATTERS)]
     parallel = config.parallel
@@ -165,7 +182,7 @@ def _weights(
     problems: list[Problem],
 ) -> Weights | None:
     """The weights that sampled the dump; None, and a problem, if they do not exist any more."""
-    policy_versions = sorted({rollout.policy_version for rollout in rollouts})
+    policy_versions = sorted({each for rollout in rollouts for each in rollout.policy_versions})
     if len(policy_versions) > 1:
         rule = f"was sampled by several versions of the policy, {policy_versions}"
         problems.append(Problem("--step", step, rule, "choose a step of one version"))
@@ -175,11 +192,11 @@ def _weights(
         return _given_weights(given, policy_version, problems)
     if policy_version == 0:
         folder, text = Path(folder_of(config.model.path)), config.model.path
-        return Weights(folder=folder, is_checkpoint=False, text=text)
+        return Weights.of(folder, policy_version, text, is_checkpoint=False)
     exported, saved = run_dir.hf(policy_version), run_dir.checkpoint(policy_version)
     for folder, is_checkpoint in ((exported, False), (saved, True)):
         if folder.exists():
-            return Weights(folder=folder, is_checkpoint=is_checkpoint, text=str(folder))
+            return Weights.of(folder, policy_version, str(folder), is_checkpoint=is_checkpoint)
     kept = sorted(
         {0, *dict(step_folders(run_dir.checkpoints)), *dict(step_folders(run_dir.exports))}
     )
@@ -206,7 +223,7 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
         problems.append(Problem("--weights", str(folder), rule, fix))
         return None
     trust = "" if "step" in facts else " (its version is unknown)"
-    return Weights(folder=folder, is_checkpoint=not is_export, text=f"{folder}{trust}")
+    return Weights.of(folder, policy_version, f"{folder}{trust}", is_checkpoint=not is_export)
 
 
 def save_scores(

@@ -5,16 +5,24 @@ it.
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from r3.config import ConfigError
+from r3.assets import TINY_MOE
+from r3.config import ConfigError, flatten, to_yaml
 from r3.rescore import FIGURES, parse
-from r3.run.folder import RunDir
+from r3.rollout.scored import Scored
+from r3.run.dumps import write_rollouts
+from r3.run.folder import RunDir, write_text
+from tests.run_folder import rollout
 from tests.runs import torchrun
+from tests.tiny import tiny_config
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -174,6 +182,40 @@ def test_what_cannot_be_scored_is_said_at_once(
         assert expected in str(caught.value)
     with pytest.raises(ConfigError, match=r"there is no config\.yaml"):
         parse([str(run_dir / "nowhere"), "--step", "1"])
+
+
+@pytest.mark.parametrize(
+    ("version", "kept", "settings"),
+    [
+        # The starting model, with the adapters and the base that the run began with.
+        (0, "", {"lora.rank": 4, "lora.start": "/adapter", "model.base": "int8"}),
+        # An export has them merged; a checkpoint has what the adapters became.
+        (2, "hf", {"lora.rank": 0, "lora.start": "", "model.base": "dtype"}),
+        (2, "checkpoints", {"lora.rank": 4, "lora.start": "", "model.base": "int8"}),
+    ],
+)
+def test_adapters_are_merged_into_the_weights_once(
+    version: int, kept: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path)
+    lora = {"rank": 4, "start": "/adapter"}
+    write_text(run_dir.config, to_yaml(tiny_config(lora=lora, model={"base": "int8"})))
+    sampled = replace(rollout(0, 0), policy_version=version)
+    write_rollouts(run_dir, version + 1, [Scored(index=0, rollout=sampled, advantage=0.0)])
+    if kept:
+        shutil.copytree(TINY_MOE, tmp_path / kept / f"step_{version:06d}")
+    found = flatten(parse([str(tmp_path), "--step", str(version + 1)]).config)
+    assert {name: found[name] for name in settings} == settings
+
+
+def test_rollouts_of_several_versions_are_refused(tmp_path: Path) -> None:
+    """Also if all of them began with the same weights."""
+    run_dir = RunDir(tmp_path)
+    write_text(run_dir.config, to_yaml(tiny_config()))
+    resumed = replace(rollout(0, 0), segments=((6, 0), (8, 1)))
+    write_rollouts(run_dir, 2, [Scored(index=0, rollout=resumed, advantage=0.0)])
+    with pytest.raises(ConfigError, match=r"several versions of the policy, \[0, 1\]"):
+        parse([str(tmp_path), "--step", "2"])
 
 
 def test_refusal_is_one_message_and_exit_code_2(run_dir: Path) -> None:
