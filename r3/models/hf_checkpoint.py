@@ -20,6 +20,10 @@ from r3.models.families import implied_keys, text_model
 from r3.models.hub import SMALL_FILES, folder_of
 from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
 
+# Every key that counts multi-token-prediction layers in some family (r3/models/families.py).
+MTP_KEYS = (
+    *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
+)
 # Faults of a checkpoint that an error lists; the others are counted.
 _SHOWN_FAULTS = 12
 
@@ -206,7 +210,7 @@ def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[st
             values.pop("torch_dtype", None)
             values.pop("quantization_config", None)
             values |= implied_keys(next(iter(values.get("architectures") or ()), ""))
-            for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            for key in MTP_KEYS:
                 if values.get(key):  # Multi-token-prediction layers are not exported.
                     values[key] = 0
         elif values == json.loads(files[name]):

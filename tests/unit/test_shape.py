@@ -255,6 +255,26 @@ def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str
     assert len(without.faults(without.tensor_shapes | head)) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("glm-4.5-air", "num_nextn_predict_layers"),
+        ("glm-4.5-air", "num_mtp_layers"),
+        ("minimax-m2", "num_mtp_modules"),
+    ],
+)
+def test_the_config_of_an_export_counts_no_prediction_layers(
+    name: str, key: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    hf = json.loads((folders[name] / "config.json").read_text())
+    hf = {other: value for other, value in hf.items() if "mtp" not in other} | {key: 1}
+    assert ModelShape.from_hf(hf).num_mtp_layers == 1
+    small = {"config.json": json.dumps(hf).encode()}
+    write_checkpoint(tmp_path / "out", (), small_files=small, dtype=torch.float32, metadata={})
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ModelShape.from_hf(exported).num_mtp_layers == 0
+
+
 def test_published_ernie_has_a_prediction_layer_and_may_leave_keys_out(
     folders: dict[str, Path],
 ) -> None:
