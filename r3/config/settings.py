@@ -860,7 +860,17 @@ class CheckpointConfig:
     export_every: Annotated[int, AtLeast(0)] = 0
     """Steps between such exports during the run, each to a folder of its own. 0: none."""
     allow_changed: tuple[
-        Literal["data", "tokenizer", "template", "model", "weights", "teacher", "reward_model"], ...
+        Literal[
+            "data",
+            "tokenizer",
+            "template",
+            "model",
+            "weights",
+            "adapter",
+            "teacher",
+            "reward_model",
+        ],
+        ...,
     ] = ()
     """What may have changed since the run was started, for this one resume. Empty: a resume is
     refused if rows, tokenizer, chat template or a model folder changed."""

@@ -49,6 +49,7 @@ _SHAPES_LEARNING = {
         "model.path",
         "the reference policy and the base of adapters are made of them",
     ),
+    "adapter": ("lora.start", "the reference policy has it"),
     "teacher": ("algo.teacher", "the samples would be scored by another model"),
     "reward_model": ("reward.model_path", "the responses would be scored by another model"),
 }
@@ -81,11 +82,13 @@ def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
         small_files: of the folder `model.path`.
     """
     reward_model = config.reward.model_path if "model" in config.reward_functions else ""
+    adapter = config.lora.start if config.algo.kl_coef else ""
     return Sources(
         groups={
             **(_data(config, task) if len(task.prompts) else {}),  # none if it only evaluates
             **of_model(small_files, task.tokenizer.chat_template).groups,
             "weights": {"files": _weights(config.model.path)},
+            "adapter": {path: _adapter(path) for path in [adapter] if path},
             "teacher": {path: _folder(path) for path in config.algo.teacher},
             "reward_model": {path: _folder(path) for path in [reward_model] if path},
             "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
@@ -210,6 +213,7 @@ def _what(group: str, names: Sequence[str]) -> str:
         "template": "the chat template",
         "model": f"the model's {shown}",
         "weights": "the starting model's weights",
+        "adapter": f"the adapter {shown}",
         "teacher": f"the teacher {shown}",
         "reward_model": f"the reward model {shown}",
     }[group]
@@ -253,6 +257,10 @@ def _folder(path: str) -> str:
     small_files = read_small_files(path)
     parts = [part for name in sorted(small_files) for part in (name, small_files[name])]
     return _digest([*parts, _weights(path)])
+
+
+def _adapter(path: str) -> str:
+    return _digest([(Path(path) / "adapter_config.json").read_bytes(), _weights(path)])
 
 
 def _weights(path: str) -> str:

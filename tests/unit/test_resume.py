@@ -54,7 +54,8 @@ class Place:
             self.root / "model",
             data={"path": (str(self.root / "rows.jsonl"),)},
             reward={"function": (f"{self.root}/mine.py:right",)},
-            algo={"teacher": (str(self.root / "teacher"),)},
+            algo={"teacher": (str(self.root / "teacher"),), "kl_coef": 0.1},
+            lora={"rank": 4, "start": str(self.root / "adapter")},
             checkpoint={"allow_changed": allowed},
             eval={"path": (f"{assets.WORD_PROBLEMS_EVAL}[:16]",), "only": only},
             **sections,
@@ -83,6 +84,9 @@ def place(tmp_path: Path) -> Place:
     rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:20]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    save_file({"a": torch.zeros(4)}, tmp_path / "adapter" / "adapter_model.safetensors")
     place = Place(tmp_path)
     assert place.start().notes == ()
     place.save(1)
@@ -139,6 +143,10 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "teacher": (
         lambda root: retrained(root / "teacher"),
         "algo.teacher .* the teacher .*/teacher changed since .*allow_changed teacher$",
+    ),
+    "adapter": (
+        lambda root: edit_json(root / "adapter" / "adapter_config.json", lora_alpha=16),
+        "lora.start .* the adapter .*/adapter changed since .*allow_changed adapter$",
     ),
 }
 
