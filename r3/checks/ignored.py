@@ -156,6 +156,8 @@ def _objective(
         ignored(because, "algo.overlong_penalty")
     if not config.lora.rank:
         ignored("lora.rank is 0, so there are no adapters", "lora.*")
+    elif "experts" not in config.lora.targets:
+        ignored("lora.targets has no experts", "lora.expert_rank")
 
 
 def _replay(config: Config, shape: ModelShape | None, ignored: _Ignored) -> None:

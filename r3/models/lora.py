@@ -22,6 +22,17 @@ _OF_LAYER = {
 }
 
 
+# Keys of PEFT's adapter_config.json for adapters that are not W + scale * B A, with tensors like
+# those of plain ones.
+_OTHER_METHODS = (
+    *("use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config"),
+    *("monteclora_config", "arrow_config", "layer_replication"),
+)
+# Kinds of `init_lora_weights` that subtract from W what B A begins with. PEFT does so again when it
+# loads such an adapter.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
 def matrices(shape: ModelShape) -> dict[str, str]:
     """Return the target of each Hugging Face tensor that may have an adapter."""
     rules = conversion_rules(shape)
@@ -91,8 +102,13 @@ def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> s
         found, _ = header_of(place / "adapter_model.safetensors")
     except (OSError, ValueError, ShapeError) as error:
         return f"is no folder of a PEFT adapter: {error}"
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        return "is no plain LoRA adapter (DoRA or another method)"
+    if config.get("peft_type") != "LORA":
+        return f"is no LoRA adapter, but {config.get('peft_type')}"
+    if others := [key for key in _OTHER_METHODS if config.get(key)]:
+        return f"is no plain LoRA adapter: it has {others[0]}"
+    initial = str(config.get("init_lora_weights"))
+    if initial.startswith(_CHANGE_THE_BASE):
+        return f"belongs to other base weights: init_lora_weights {initial} changed the model's"
     expected: dict[str, tuple[int, int]] = {}
     for name, rank in ranks.items():
         rows, width = shape.tensor_shapes[name]

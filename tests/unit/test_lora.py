@@ -100,6 +100,8 @@ def test_what_adapters_cannot_do_is_a_config_error(
 def test_settings_without_a_rank_have_no_effect() -> None:
     assert "lora.alpha = 8.0 has no effect" in " ".join(warnings(changed({"lora.alpha": "8"}), 2))
     assert problems(changed({"lora.rank": "8"}), 2) == []
+    values = {"lora.rank": "8", "lora.targets": "attention", "lora.expert_rank": "2"}
+    assert "lora.expert_rank = 2 has no effect" in " ".join(warnings(changed(values), 2))
 
 
 def test_a_resumed_run_has_the_same_adapters() -> None:
@@ -172,6 +174,33 @@ def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
         a, b = adapter_reader(str(tmp_path / "adapter"), other)(pairs[0][0])
         assert float((other.scale(8) * b @ a).mean()) == 16.0
     assert joined_in(SHAPE, ranks) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("init_lora_weights", "gaussian", ""),
+        ("init_lora_weights", False, ""),
+        # PEFT changes the base weights before such an adapter is trained: W + scale * B A is not
+        # the model (logits of a random Qwen3 were off by a third of what training had moved them).
+        ("init_lora_weights", "pissa_niter_16", "belongs to other base weights: init_lora_weights"),
+        ("init_lora_weights", "olora", "belongs to other base weights: init_lora_weights olora"),
+        ("use_dora", True, "is no plain LoRA adapter: it has use_dora"),
+        ("alora_invocation_tokens", [1, 2], "is no plain LoRA adapter: it has alora_invocation"),
+        ("peft_type", "LOHA", "is no LoRA adapter, but LOHA"),
+    ],
+)
+def test_only_plain_adapters_are_started_from(
+    key: str, value: Any, fault: str, tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=8)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows, width = SHAPE.tensor_shapes[name]
+    config = adapter_config(SHAPE, lora, {name: 8}, "base") | {key: value}
+    pairs = [(name, torch.ones(8, width), torch.ones(rows, 8))]
+    write_adapter(tmp_path / "adapter", pairs, config, lora)
+    found = adapter_fault(str(tmp_path / "adapter"), SHAPE, {name: 8})
+    assert found.startswith(fault) and bool(found) == bool(fault)
 
 
 def test_an_adapter_with_whole_modules_is_refused(tmp_path: Path) -> None:
