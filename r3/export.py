@@ -24,6 +24,7 @@ import torch
 from r3.config import Config, ConfigError, ParallelConfig, Problem, from_yaml
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
+from r3.data.tokenizer import load_tokenizer
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
@@ -31,7 +32,6 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
-from r3.models.hub import folder_of
 from r3.models.lora import adapted_tensors
 from r3.models.peft import adapter_config, dropped_by_peft, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
@@ -48,7 +48,6 @@ from r3.run.sources import of_model, read_sources
 from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
-from r3.runtime.process import importing
 from r3.runtime.terminal import own_streams, say
 
 
@@ -105,7 +104,7 @@ def parse(argv: Sequence[str]) -> Order:
     try:
         shape = ModelShape.read(config.model.path)
         small_files = read_small_files(config.model.path)
-        tokenizer = _tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
         problems += _changed(run_dir, config, small_files, tokenizer)
         ranks = adapted_tensors(shape, config.lora, config.train.freeze)
         if words.adapter and (joined_name := joined_in(shape, ranks)):
@@ -126,13 +125,6 @@ def parse(argv: Sequence[str]) -> Order:
         to=to,
         adapter=words.adapter,
     )
-
-
-def _tokenizer(path: str) -> Any:
-    with importing():
-        from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder_of(path), local_files_only=True)
 
 
 def _changed(

@@ -104,6 +104,8 @@ class Engine:
             prefix_caching=shape.delta is None,
             from_disk=from_disk,
         )
+        # vLLM's own looks for stop strings, and may read tokenizer.json otherwise.
+        self.llm.llm_engine.output_processor.tokenizer = tokenizer
         self._routes = SlotRoutes(self.llm) if self.capture and not device.is_cuda else None
         self._sleeper = Sleeper(self.llm, device, share)
         self.sleep()

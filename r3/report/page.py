@@ -14,6 +14,7 @@ from typing import Any
 
 import r3
 from r3.config import Config, as_typed, flatten
+from r3.data.tokenizer import load_tokenizer
 from r3.metrics.glossary import UnknownMetricError, explain
 from r3.metrics.users import is_users
 from r3.models.shape import ModelShape, ShapeError
@@ -267,11 +268,9 @@ def _tokenizer(facts: RunFacts) -> Any:
     exports = sorted(RunDir(facts.path).exports.glob("step_*"))
     for folder in (Path(facts.model_path), *exports):
         if (folder / "tokenizer_config.json").exists():
-            from transformers import AutoTokenizer
-
             # What transformers raises for a folder that has changed since the run.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                return load_tokenizer(folder)
     return None
 
 

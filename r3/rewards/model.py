@@ -19,6 +19,7 @@ from r3.config import RewardConfig
 from r3.data.conversation import replied
 from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
+from r3.data.tokenizer import load_tokenizer
 from r3.models.hub import folder_of
 from r3.rewards import checked
 from r3.runtime.device import Device, Stash, select_device
@@ -47,12 +48,8 @@ class RewardModel:
         Raises:
             ConfigError: the files lack a tensor of the model.
         """
-        from transformers import AutoTokenizer
-
         self.settings = settings
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            folder_of(settings.model_path), model_max_length=10**9
-        )
+        self._tokenizer = load_tokenizer(settings.model_path)
         self._renderer = Renderer(self._tokenizer)
         self._model = _loaded(settings)
         config = self._model.config.get_text_config()

@@ -15,7 +15,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
-from r3.models.hub import folder_of
+from r3.data.tokenizer import load_tokenizer
 from r3.models.shape import ModelShape
 from r3.planning.step_time import RANKS_PER_MACHINE
 from r3.planning.verdict import host_problems, memory_problems, read_gpu
@@ -25,7 +25,6 @@ from r3.rollout.conversation import ConversationSetup
 from r3.rollout.heldout import HeldOut
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
-from r3.runtime.process import importing
 from r3.user_code.algorithm import advantage_of, loss_of
 from r3.user_code.loading import problem
 
@@ -91,12 +90,8 @@ def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
 
 
 def _read_tokenizer(field: str, path: str) -> Any:
-    with importing():
-        from transformers import AutoTokenizer
-
-    # R3 checks lengths itself and names the row, so the warning of transformers is off.
     try:
-        return AutoTokenizer.from_pretrained(folder_of(path), model_max_length=10**9)
+        return load_tokenizer(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy tokenizer.json and tokenizer_config.json from the original model again"

@@ -15,6 +15,7 @@ from r3.config import ConfigError
 from r3.data.jinja import TemplateFault
 from r3.data.prompts import load_prompts
 from r3.data.template import Renderer
+from r3.data.tokenizer import load_tokenizer
 from r3.envs.chat import Chat
 from tests.rows import OPTIONS, write
 from tests.tiny import BASE, tokenizer_folder
@@ -243,3 +244,25 @@ def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
     tokenizer.chat_template = "{%- for m in messages %}{{ m.content }}{%- endfor %}"
     renderer = Renderer(tokenizer)
     assert [renderer.token_bytes(each) for each in range(4)] == [b"<s>", b" a", b"a", b"  "]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
+def test_texts_are_read_as_tokenizer_json_says(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers 5 has rules of its own for this class, as DeepSeek's distilled models name."""
+    folder = tokenizer_folder(tmp_path)
+    for name, key, value in (
+        ("config", "model_type", model_type),
+        ("tokenizer_config", "tokenizer_class", "LlamaTokenizerFast"),
+    ):
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    text = "Tom has 3 books.\n\n  He buys 12345."
+    tokenizer, plain = load_tokenizer(folder), load_tokenizer(assets.TINY_MOE)
+    assert "otherwise than tokenizer.json says" in capsys.readouterr().err
+    tokens = plain(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] != tokens
+    assert tokenizer(text)["input_ids"] == tokens and tokenizer.decode(tokens) == text
+    asked = [{"role": "user", "content": text}]
+    assert Renderer(tokenizer).render(asked) == Renderer(plain).render(asked)
