@@ -228,6 +228,7 @@ def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
     assert "all solved or all out of reach" in one.nothing
 
 
+@pytest.mark.large
 def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
     flags = ("--train.steps", "1", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
     flags += ("--checkpoint.export", "false", "--rollout.max_response_tokens", "160")

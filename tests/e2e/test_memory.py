@@ -7,7 +7,7 @@ import pytest
 from tests.e2e import memory_cases as cases
 from tests.world import run_world
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
 
 def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:

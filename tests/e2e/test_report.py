@@ -17,7 +17,7 @@ from tests.browser import Browser, chromium, why_absent
 from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
 from tests.world import ROOT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.large]
 needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 
 

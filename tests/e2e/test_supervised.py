@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.runs import rows_of, run, timeless, without_last_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
 
 def test_a_resumed_run_learns_the_same_bit_for_bit(tmp_path: Path) -> None:
@@ -39,7 +39,6 @@ def _export(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.large
 def test_rl_continues_from_the_export(tmp_path: Path) -> None:
     """The held-out accuracy that supervised training ends with is where RL begins."""
     flags = ("--eval.max_prompts", "64", "--log.tensorboard", "false")

@@ -42,7 +42,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ((*ONE_STEP, "--train.objective", "sft"), "step 1/1"),
         (("-m", "r3.rescore", str(CPU_RUN), "--step", "1", "--parallel.ep", "1"), "replay "),
-        (("-c", EXPERIMENTS), "passed"),
+        pytest.param(("-c", EXPERIMENTS), "passed", marks=pytest.mark.large),
     ],
     ids=["sft", "rescore", "experiments"],
 )

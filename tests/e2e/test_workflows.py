@@ -17,7 +17,6 @@ from r3.types import Rollout
 from tests.e2e import workflow_cases
 from tests.e2e.workflow_cases import Episodes
 from tests.runs import rows_of, run
-from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -149,7 +148,8 @@ def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
     assert len(set(first["judged"].rewards)) > 2
 
 
-@pytest.mark.parametrize("rewards", sweep(("episode", "calls"), kept=("episode",)))
+@pytest.mark.large
+@pytest.mark.parametrize("rewards", ["episode", "calls"])
 def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) -> None:
     model = tmp_path / "model"
     shutil.copytree(assets.TINY_MOE, model)

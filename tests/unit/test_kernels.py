@@ -116,6 +116,7 @@ def test_norms_and_rotations_are_as_exact_as_plain_torch(
         assert max(row["wrong"]) > 0.1 or not row["size"][0], row
 
 
+@pytest.mark.large
 def test_every_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
     sizes = json.loads(run("compile", TRITON_CACHE_DIR=str(tmp_path)))
     # Two types, and four variants of one kernel. Three also have a number that may be 1.
