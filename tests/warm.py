@@ -12,6 +12,7 @@ forks it has not; a variable `PID_FILE` names a file that gets its process id, f
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -110,14 +111,17 @@ def ask(
 
 @cache
 def address(prepare: str, number: int) -> str:
-    """Start a process that forks; returns the name of its socket.
+    """Start a process that forks, if none has this name yet; returns the name of its socket.
+
+    It serves all processes of a run of tests, and ends with the one that started them.
 
     Args:
         prepare: what it calls first, as "module:function".
         number: another number is another process, which orders its sets in another way.
     """
-    name = f"\0r3-tests-{os.getpid()}-{prepare}-{number}"  # Linux: no file
-    words = [sys.executable, "-m", "tests.warm", name[1:], prepare]
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"\0r3-tests-{owner}-{prepare}-{number}"  # Linux: no file
+    words = [sys.executable, "-m", "tests.warm", name[1:], prepare, str(owner)]
     # One thread, as in all programs that tests start. Torch reads TORCHDYNAMO_DISABLE when it is
     # imported, and the cases of CUDA run without.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
@@ -178,20 +182,24 @@ def preload() -> None:
 # --- the process that forks ---------------------------------------------------------------------
 
 
-def _serve(name: str, prepare: str) -> None:
-    """Prepare, then fork a process for every connection."""
-    from r3.runtime.process import die_with_parent
-
-    die_with_parent(os.getppid())
-    module, function = prepare.split(":")
-    getattr(importlib.import_module(module), function)()
-    gc.freeze()  # or every collection in a fork would copy the pages of all that is imported
+def _serve(name: str, prepare: str, owner: int) -> None:
+    """Prepare, then fork a process for every connection, until the owner has ended."""
+    ended = os.pidfd_open(owner)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"\0{name}")
+        try:
+            server.bind(f"\0{name}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            print("listening", flush=True)  # another process does, or will when it is prepared
+            return
         server.listen()
+        module, function = prepare.split(":")
+        getattr(importlib.import_module(module), function)()
+        gc.freeze()  # or every collection in a fork would copy the pages of all that is imported
         print("listening", flush=True)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes below
-        while True:
+        while ended not in select.select([server, ended], [], [])[0]:
             connection, _ = server.accept()
             if not os.fork():
                 server.close()
@@ -266,4 +274,4 @@ def _enter(place: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    _serve(*sys.argv[1:3], int(sys.argv[3]))
