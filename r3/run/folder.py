@@ -218,6 +218,12 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     )
 
 
+def samples_after(run_dir: RunDir, step: int) -> list[Path]:
+    """Files with rollouts and evaluation samples of later steps."""
+    files = [*run_dir.path.glob("rollouts/step_*"), *run_dir.path.glob("eval/step_*")]
+    return [each for each in files if (at := _STEP.match(each.name)) and int(at[1]) > step]
+
+
 def owner_of(path: Path) -> str:
     """The name of the user that a file belongs to, or its number."""
     try:

@@ -19,7 +19,14 @@ from r3.config import (
     with_values,
 )
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.folder import RunDir, read_jsonl, step_folders, truncate_metrics, write_text
+from r3.run.folder import (
+    RunDir,
+    read_jsonl,
+    samples_after,
+    step_folders,
+    truncate_metrics,
+    write_text,
+)
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
 from r3.run.run_json import is_automatic, new_identity, read_identity, write_identity
@@ -242,9 +249,12 @@ def _beyond(config: Config, run_dir: RunDir, found: Found) -> list[Problem]:
 def drop_after(run_dir: RunDir, step: int) -> list[str]:
     """Drop what an attempt wrote after `step`, whose steps are made again; return notes.
 
-    Rows of metrics are dropped. Exported models get another name.
+    Rows of metrics and samples are dropped: another layout may sample others, and fewer of these
+    steps may be made again. Exported models get another name.
     """
     notes = truncate_metrics(run_dir, step + 1)
+    for file in samples_after(run_dir, step):
+        file.unlink()
     for later, folder in step_folders(run_dir.exports):
         if later > step:
             aside = folder.with_name(f"abandoned_{folder.name}")

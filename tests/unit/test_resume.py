@@ -218,6 +218,19 @@ def test_evaluation_alone_notes_a_change(place: Place) -> None:
     assert start.notes[1:] == ("changed since the last start: the chat template",)
 
 
+def test_samples_of_steps_that_are_made_again_are_dropped(place: Place) -> None:
+    run = place.root / "run"
+    stay = {"rollouts/step_000001.jsonl", "eval/step_000001.jsonl", "eval/alone.json"}
+    go = {"rollouts/step_000002.scores.safetensors", "eval/step_000003.jsonl"}
+    for name in stay | go:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    place.start(writes=False)
+    assert all((run / name).exists() for name in stay | go), "another rank changes nothing"
+    place.start()
+    assert {name for name in stay | go if (run / name).exists()} == stay
+
+
 def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
     run, copy, moved = (RunDir(tmp_path / name) for name in ("run", "copy", "moved"))
 
