@@ -193,8 +193,9 @@ def read_samples(
             if kind == "train"
             else ("evaluation", "set --eval.every to evaluate more often")
         )
-        steps = dumped_steps(path, kind)
-        there = f"steps with one: {', '.join(map(str, steps))}" if steps else "the run has none"
+        if not (steps := dumped_steps(path, kind)):
+            raise ViewError(f"{path}: no dump of {what}. Only a run that samples has some: {fix}")
+        there = f"steps with one: {', '.join(map(str, steps))}"
         raise ViewError(
             f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}"
         )

@@ -98,7 +98,7 @@ def test_a_folder_that_is_no_run_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no such folder" in refused(capsys, tmp_path / "absent")
-    assert "the run has none" in refused(capsys, tmp_path)
+    assert f"r3.show: {tmp_path}: no dump of rollouts. Only" in refused(capsys, tmp_path)
     with pytest.raises(ViewError, match=r"no config\.yaml in this folder"):
         read_run(tmp_path)
 
