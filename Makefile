@@ -4,9 +4,9 @@ UV ?= .venv/bin/uv
 # Files that lint and format look at; `make test` and `make test-large` run TESTS with PYTEST_ARGS.
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
-# Two files of tests at once, because a test seldom keeps two cores busy. In the order of their names:
-# the short ones of tests/unit are last, so that both processes end at about the same time.
-PYTEST_ARGS ?= --durations=40 --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at once on two cores, because many tests wait. In the order of their names:
+# the short ones of tests/unit are last, so that all processes end at about the same time.
+PYTEST_ARGS ?= --durations=40 --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
 test test-large test-all: export OMP_NUM_THREADS := 1
