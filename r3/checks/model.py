@@ -48,7 +48,10 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> Non
             rule = "needs frozen weights, and without lora.rank all are trained"
             found.add("model.base", rule, "set lora.rank, or leave it out")
         return
-    if lora.start and (fault := adapter_fault(lora.start, shape, adapted)):
+    if lora.start and not (Path(lora.start) / "adapter_config.json").is_file():
+        fix = "give a folder that PEFT or `python -m r3.export RUN --adapter` wrote"
+        found.add("lora.start", "is no folder of a PEFT adapter: no adapter_config.json", fix)
+    elif lora.start and (fault := adapter_fault(lora.start, shape, adapted)):
         fix = "use the settings that the adapter has, or merge it and give the merged model"
         found.add("lora.start", fault, fix)
     if "experts" in lora.targets and config.model.experts == "sequential":
@@ -89,6 +92,9 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"
         found.add("model.path", rule, "download or export the checkpoint again")
         return None
+    if other := _what_instead(folder):
+        found.add("model.path", *other)
+        return None
     may_come = not is_hub(path)  # what the hub has is here
     if not (folder / "tokenizer.json").is_file():
         fix = "save the model's fast tokenizer beside its weights"
@@ -121,6 +127,22 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
             "weights and config.json must belong together: download or export them again",
         )
     return shape
+
+
+def _what_instead(folder: Path) -> tuple[str, str] | None:
+    """What a folder is that a run or PEFT has written, and what to give in its place."""
+    if (folder / "config.json").is_file():
+        return None
+    if (folder / "adapter_config.json").is_file():
+        return "is an adapter and has no model", "give its model, and the adapter as lora.start"
+    if (folder / "manifest.json").is_file():
+        run, step = folder.absolute().parent.parent, folder.name.removeprefix("step_").lstrip("0")
+        fix = f"export it (python -m r3.export {run} --step {step}), and give the export"
+        return "is a checkpoint that a run goes on from", fix
+    if (folder / "run.json").is_file():
+        fix = f"give a model in its folder hf, or make one with python -m r3.export {folder}"
+        return "is the folder of a run", fix
+    return None
 
 
 def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:

@@ -323,6 +323,9 @@ def _parse_as(kind: Any, value: object) -> Any:
 def nearest_settings(name: str) -> str:
     """Advice for a setting that does not exist: the settings it may mean."""
     section, _, last = name.rpartition(".")
+    switched = f"{section}.{last.removeprefix('no_')}"
+    if last.startswith("no_") and switched in SETTINGS and SETTINGS[switched].kind is bool:
+        return f"write --{switched} False"
     lasts = dict.fromkeys(full.partition(".")[2] for full in SETTINGS)
     if last not in lasts and (ours := meaning(last)):
         return f"did you mean {ours}?" if ours in SETTINGS else f"TRL or verl has it. In R3: {ours}"

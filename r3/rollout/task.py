@@ -94,7 +94,7 @@ def _read_tokenizer(field: str, path: str) -> Any:
         return load_tokenizer(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
-        fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
+        fix = "copy the tokenizer's files from the original model again, or save a fast tokenizer"
         raise problem(field, path, rule, fix) from None
 
 

@@ -577,6 +577,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "--trian.lr", "1"], "Fix: did you mean train.lr?"),
         (["tiny", "--colour", "red"], "Fix: --help lists every setting"),
         (["tiny", "-x"], "-x = '': there is no such flag"),
+        (["tiny", "--algo.no-overlong-filter"], "Fix: write --algo.overlong_filter False"),
         (["tiny", "--train.steps", "many"], "train.steps = 'many': must be an integer"),
         (["tiny", "--train.steps", "2.5"], "train.steps = '2.5': must be an integer"),
         (["tiny", "--train.lr", "fast"], "train.lr = 'fast': must be a number"),
