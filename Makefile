@@ -42,7 +42,7 @@ $(TRITON): requirements/triton.txt | setup
 	mkdir -p $(@D) # pip makes none where there is no wheel
 	cp $< $@
 
-test: lint $(TRITON) ## lint, format check, types, then the tests that are not marked large
+test: lint $(TRITON) ## lint, types, the tests that are not marked large (11 minutes on two cores)
 	$(PY) -m pytest -m "not gpu and not large" $(PYTEST_ARGS) $(TESTS)
 
 test-large: $(TRITON) ## what `make test` leaves out: Slurm, two nodes, kills, the pages' commands, sweeps
