@@ -135,13 +135,12 @@ def _what_instead(folder: Path) -> tuple[str, str] | None:
         return None
     if (folder / "adapter_config.json").is_file():
         return "is an adapter and has no model", "give its model, and the adapter as lora.start"
-    if (folder / "manifest.json").is_file():
-        run, step = folder.absolute().parent.parent, folder.name.removeprefix("step_").lstrip("0")
-        fix = f"export it (python -m r3.export {run} --step {step}), and give the export"
-        return "is a checkpoint that a run goes on from", fix
+    if (folder / "r3.json").is_file() and (folder / "manifest.json").is_file():
+        fix = "export it with python -m r3.export RUN --step N, and give the export"
+        return "is a checkpoint of a run, and no Hugging Face model", fix
     if (folder / "run.json").is_file():
-        fix = f"give a model in its folder hf, or make one with python -m r3.export {folder}"
-        return "is the folder of a run", fix
+        fix = "give a model in its folder hf, or write one with python -m r3.export RUN"
+        return "is the folder of a run, and no Hugging Face model", fix
     return None
 
 

@@ -16,8 +16,8 @@ _PROBE = "Tom's 12345 books,\n\n  and 3\u00e9 \u65e5\u672c"
 def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a model, with the rules of its tokenizer.json.
 
-    For some classes that tokenizer_config.json may name, transformers 5 takes rules of its own
-    instead (its issue 45488): with LlamaTokenizerFast, DeepSeek's distilled models see no spaces.
+    Where tokenizer_config.json names certain classes, transformers 5 follows the class instead (its
+    issue 45488): with LlamaTokenizerFast, DeepSeek's distilled models see no spaces.
 
     Args:
         path: a folder, or a model of the hub in the cache.

@@ -21,8 +21,11 @@ from r3.models.hub import SMALL_FILES, folder_of
 from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
 
 # Every key that counts multi-token-prediction layers in some family (r3/models/families.py).
-MTP_KEYS = (
-    *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
+_MTP_KEYS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
 )
 # Faults of a checkpoint that an error lists; the others are counted.
 _SHOWN_FAULTS = 12
@@ -210,7 +213,7 @@ def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[st
             values.pop("torch_dtype", None)
             values.pop("quantization_config", None)
             values |= implied_keys(next(iter(values.get("architectures") or ()), ""))
-            for key in MTP_KEYS:
+            for key in _MTP_KEYS:
                 if values.get(key):  # Multi-token-prediction layers are not exported.
                     values[key] = 0
         elif values == json.loads(files[name]):

@@ -250,7 +250,7 @@ def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
 def test_texts_are_read_as_tokenizer_json_says(
     model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Transformers 5 has rules of its own for this class, as DeepSeek's distilled models name."""
+    """Transformers 5 follows this class, which DeepSeek's distilled models name, instead."""
     folder = tokenizer_folder(tmp_path)
     for name, key, value in (
         ("config", "model_type", model_type),

@@ -128,7 +128,9 @@ def test_a_hanging_and_a_dying_worker_cost_their_own_call_alone(processes: Pool)
 
 
 def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
-    pool = Pool(Processes(1), timeout_s=10.0)  # of its own: others have imported this file
+    pool = Pool(
+        Processes(1), timeout_s=10.0
+    )  # a new one: workers of the others have imported this file
     try:
         pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
         loaded = drain(pool)["loaded"].value
