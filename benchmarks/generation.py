@@ -45,7 +45,7 @@ from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import read_task
 from r3.runtime.device import Device, free_port, has_gpu, init_device, settle
 from r3.types import Prompt
-from tests.engines import engine_from_disk, vllms_own_layers, without_capture
+from tests.engines import engine_from_disk, without_capture
 from tests.tiny import tiny_config
 
 SAMPLES = 64
@@ -172,7 +172,7 @@ def in_vllm(engine: Engine, prompts: list[Prompt], limit: int, turn: int, *, alo
         for seed in seeds(prompts, turn)
     ]
     # On a GPU, R3 replaces none of vLLM's layers.
-    with nullcontext() if has_gpu() else own_norms(engine), vllms_own_layers(engine):
+    with nullcontext() if has_gpu() else own_norms(engine):
         outputs = engine.llm.generate(
             [{"prompt_token_ids": list(prompt.tokens_T)} for prompt in prompts],
             settings,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +13,9 @@ import torch
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
-from r3.engine.cpu_layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import export, sync_weights
-from r3.kernels import tiles
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
 from r3.rollout.collected_rollouts import CollectedRollouts
@@ -128,43 +125,6 @@ def signature(rollouts: list[Rollout]) -> list[str]:
 
 
 @contextmanager
-def vllms_own_layers(engine: Engine) -> Iterator[Counter[str]]:
-    """Inside, experts and attention on CPU run as in vLLM without R3 (`replace_layers`).
-
-    Yields:
-        How many layers of each class R3 had replaced.
-    """
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-    replaced = {module: vars(module).pop("forward") for module in modules if is_direct(module)}
-    try:
-        yield Counter(type(module).__name__ for module in replaced)
-    finally:
-        for module, forward in replaced.items():
-            module.forward = forward
-
-
-@contextmanager
-def without_loops(engine: Engine) -> Iterator[None]:
-    """Inside, layers that R3 replaced call vLLM's kernels, and none of R3's loops."""
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-    replaced = {module: vars(module).pop("forward") for module in modules if is_direct(module)}
-    before, tiles.IS_USED = tiles.IS_USED, False
-    try:
-        for module in replaced:
-            is_attention = type(module).__name__ == "Attention"
-            module.forward = (direct_attention if is_attention else direct_experts)(module)
-        yield
-    finally:
-        tiles.IS_USED = before
-        for module, forward in replaced.items():
-            module.forward = forward
-
-
-@contextmanager
 def without_capture(engine: Engine) -> Iterator[None]:
     """Inside, an engine on CPU runs as one that was built to capture no routes."""
     routes = engine._routes
@@ -189,11 +149,6 @@ def without_capture(engine: Engine) -> Iterator[None]:
         for router, capture in zip(routers, captures, strict=True):
             router.set_capture_fn(capture)
         vars(scheduler).update(hooks)
-
-
-def is_direct(module: Any) -> bool:
-    """Whether R3 replaced how a module of an engine runs."""
-    return "forward" in vars(module)
 
 
 def held_tensors(engine: Engine) -> dict[str, str]:

@@ -161,18 +161,13 @@ def stand_in(python: str, address: str) -> NoReturn:
 
 
 def preload() -> None:
-    """Import what runs need, load the loops of their engines, and read the rows that they read."""
+    """Import what runs need, and read the rows that they read."""
     from r3.run import forked_ranks
     from r3.runtime.process import importing
 
     forked_ranks.preload()
     for name in _OF_THE_SHIPPED_MODEL:
         importlib.import_module(name)
-    from r3.kernels import tiles
-    from r3.kernels.prepare import prepare
-
-    for dtype in filter(tiles.can_compute, tiles.SIMILAR):
-        prepare(dtype)
     with importing():
         from tests import shipped_rows
 

@@ -111,16 +111,13 @@ fi
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 
-# What a first run would compile: the modules that ranks import, and R3's kernels.
-say "trying the imports, and compiling the CPU kernels"
+# What a first run would compile: the modules that ranks import.
+say "trying the imports"
 unset PYTHONDONTWRITEBYTECODE
-OMP_NUM_THREADS=1 "$py" -m r3.kernels.prepare &
-kernels=$!
 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
   'import megatron.core, transformers, vllm
 from r3.run.forked_ranks import preload
 from r3.runtime.device import has_gpu
 has_gpu() or preload()'
-wait "$kernels"
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

@@ -28,7 +28,7 @@ from r3.checks.run_folder import check_run_folder
 from r3.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem
 from r3.data.sources import read_rows
-from r3.kernels.switch import switch_problems
+from r3.kernels.switch import switch_notes, switch_problems
 from r3.models.shape import ModelShape
 
 
@@ -91,7 +91,7 @@ def examine(
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
-    notes = ignored_settings(config, shape, given) + overlap(training, heldout)
+    notes = switch_notes() + ignored_settings(config, shape, given) + overlap(training, heldout)
     return Report(tuple(found.problems), tuple(notes), shape)
 
 

@@ -1,7 +1,7 @@
 """Which kernels are used: all of them, or those named in the environment variable R3_KERNELS.
 
-    R3_KERNELS=none launch/local.sh tiny                 plain torch, and vLLM's own kernels
-    R3_KERNELS=sampled_attention launch/local.sh tiny    one of them
+    R3_KERNELS=none torchrun ... train.py PRESET       plain torch
+    R3_KERNELS=triton torchrun ... train.py PRESET     one of them
 
 Everything else asks `is_on`, and nobody else decides. Imports nothing heavy.
 """
@@ -14,7 +14,9 @@ from functools import cache
 from r3.config import ConfigError, Problem
 
 VARIABLE = "R3_KERNELS"
-KERNELS = ("sampled_attention", "sampled_experts", "triton")
+KERNELS = ("triton",)
+REMOVED = ("sampled_attention", "sampled_experts")
+"""Kernels of earlier versions. Their names have no effect, and a note says so."""
 
 
 @cache
@@ -27,18 +29,28 @@ def chosen(words: str) -> frozenset[str]:
     names = [word.strip() for word in words.split(",")]
     if names in (["all"], [""]):
         return frozenset(KERNELS)
-    unknown = [name for name in names if name not in KERNELS]
+    unknown = [name for name in names if name not in KERNELS + REMOVED]
     if names != ["none"] and unknown:
         known = ", ".join(KERNELS)
         rule = f"{', '.join(map(repr, unknown))}: no kernel has this name"
         raise ConfigError([Problem(VARIABLE, words, rule, f"use all, none or some of {known}")])
-    return frozenset(names) - {"none"}
+    return frozenset(names) & frozenset(KERNELS)
 
 
 def is_on(name: str) -> bool:
     """Whether a kernel may be used. Its module says which inputs it can compute."""
     assert name in KERNELS, name
     return name in chosen(os.environ.get(VARIABLE, "all"))
+
+
+def switch_notes() -> list[str]:
+    """Names in R3_KERNELS that have no effect."""
+    words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
+    return [
+        f"{VARIABLE} names {name}: this kernel was removed, and vLLM's kernel computes"
+        for name in REMOVED
+        if name in words
+    ]
 
 
 def switch_problems() -> list[Problem]:

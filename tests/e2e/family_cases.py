@@ -26,8 +26,6 @@ from tests.engines import (
     engine_from_disk,
     held_tensors,
     signature,
-    vllms_own_layers,
-    without_loops,
 )
 from tests.errors import message_of
 from tests.tiny import tiny_config
@@ -48,9 +46,6 @@ class PushedFamily:
         fallen, fallen_note: layers whose experts went through the reload while R3 knew no kernel of
             experts, with the reason, and the note about it.
         fallen_equal: the engine sampled the same then.
-        direct: layers by class that R3 runs without vLLM's way to their kernel.
-        own_equal: vLLM's kernels sampled the same by R3's way to them and by vLLM's.
-        loops_equal: R3's loops sampled the same as vLLM's kernels.
         notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
         routes, wrong_routes: rows of captured routes, one per token and MoE layer, and those whose
@@ -71,9 +66,6 @@ class PushedFamily:
     fallen: dict[str, str]
     fallen_note: str
     fallen_equal: bool
-    direct: dict[str, int]
-    own_equal: bool
-    loops_equal: bool
     notes: list[str]
     faults: dict[str, str]
     routes: int
@@ -111,12 +103,6 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
-    with without_loops(world.engine):
-        world.engine.reset_cache()
-        by_kernels = signature(world.collect(1).rollouts)
-    with vllms_own_layers(world.engine) as direct:
-        world.engine.reset_cache()
-        own = signature(world.collect(1).rollouts)
     fallen = unknown_kernels(world)
     return PushedFamily(
         compared=compared,
@@ -129,9 +115,6 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         fallen={str(layer): why for layer, why in fallen.reloaded.items()},
         fallen_note=fallen.note,
         fallen_equal=signature(world.collect(1).rollouts) == pushed and not fallen.unloaded,
-        direct=dict(direct),
-        own_equal=own == by_kernels,
-        loops_equal=by_kernels == pushed,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         routes=routes,

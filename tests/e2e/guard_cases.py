@@ -7,7 +7,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ import torch
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.engine.cpu_layers import (
-    has_facts,
-    normalise_in_one_call,
-    plain_attention,
-    plain_experts,
-    rotate_to_nearest,
-)
+from r3.engine.cpu_layers import normalise_in_one_call, rotate_to_nearest
 from r3.engine.experts import ExpertBlock
 from r3.engine.route_slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
@@ -30,7 +23,7 @@ from r3.layers.norms import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout
-from tests.engines import World, held_tensors, is_direct, signature, without_capture
+from tests.engines import World, held_tensors, signature, without_capture
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
@@ -51,8 +44,6 @@ class Guards:
         rotated: share of rotated numbers that are the exact ones, rounded to the nearest bfloat16.
         rotated_by_vllm: the same without R3.
         inspected_here: whether vLLM's registry inspects a new model in this process.
-        direct: whether layers of a class call their kernel directly.
-        changed: whether they would with another value of one attribute, by its path.
     """
 
     messages: dict[str, str]
@@ -65,8 +56,6 @@ class Guards:
     norms: Norms
     rotated: float
     rotated_by_vllm: float
-    direct: dict[str, bool]
-    changed: dict[str, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +270,6 @@ def engine_guards(device: Device) -> Guards:
     rotated, by_vllm = rotations(engine)
     from vllm.model_executor.models import registry
 
-    direct, changed = changed_layers(engine)
     built = engine.llm.llm_engine.vllm_config
     return Guards(
         messages=messages | captures,
@@ -294,30 +282,7 @@ def engine_guards(device: Device) -> Guards:
         rotated=rotated,
         rotated_by_vllm=by_vllm,
         inspected_here=registry._run_in_subprocess(os.getpid) == os.getpid(),
-        direct=direct,
-        changed=changed,
     )
-
-
-def changed_layers(engine: Engine) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Change each attribute on which it depends whether a layer calls its kernel directly."""
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-    direct, changed = {}, {}
-    for facts in (plain_experts(), plain_attention()):
-        module = next(each for each in modules if type(each) is facts["__class__"])
-        direct[type(module).__name__] = has_facts(module, facts) and is_direct(module)
-        for path, wanted in facts.items():
-            *owners, last = path.split(".")
-            owner = attrgetter(".".join(owners))(module) if owners else module
-            is_class = isinstance(wanted, type)
-            other = type("Other", (wanted,), {}) if is_class else object()
-            object.__setattr__(owner, last, other)
-            still = has_facts(module, facts)
-            object.__setattr__(owner, last, wanted)
-            changed[f"{type(module).__name__} {path}"] = still
-    return direct, changed
 
 
 def capture_guards(engine: Engine) -> dict[str, str]:

@@ -12,7 +12,7 @@ from r3.handover.weight_sync import prove_sync
 from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
-from tests.engines import World, is_direct, signature, vllms_own_layers, without_loops
+from tests.engines import World
 from tests.memory import bytes_of
 from tests.policies import one_update
 from tests.tiny import tiny_config
@@ -48,61 +48,6 @@ class MemoryMoves:
     optimizer_tensors: int
     restored: bool
     random_state_kept: bool
-    direct: Direct
-
-
-@dataclass(frozen=True, kw_only=True)
-class Direct:
-    """Layers of an engine that call their kernels, against vLLM's way to these kernels.
-
-    Attributes:
-        layers: layers by class.
-        vllms_are_direct: whether one of them was on vLLM's way too.
-        equal: tokens, log-probabilities and routes are the same, by vLLM's kernels on both ways.
-        loops_equal: they are the same by R3's loops, too.
-        mistakes_equal: whether they are with outputs of one class multiplied by 1.5.
-    """
-
-    layers: dict[str, int]
-    vllms_are_direct: bool
-    equal: bool
-    loops_equal: bool
-    mistakes_equal: dict[str, bool]
-
-
-def direct_layers(world: World, policy_version: int) -> Direct:
-    """Compare what an engine samples, and spoil each kind of layer."""
-    engine = world.engine
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-
-    def sample() -> list[str]:
-        engine.reset_cache()
-        return signature(world.collect(policy_version).rollouts)
-
-    def spoilt(name: str) -> bool:
-        kept = {each: each.forward for each in modules if type(each).__name__ == name}
-        for each, forward in kept.items():
-            each.forward = lambda *given, forward=forward, **named: forward(*given, **named) * 1.5
-        found = sample()
-        for each, forward in kept.items():
-            each.forward = forward
-        return found == expected
-
-    expected = sample()
-    with without_loops(engine):
-        by_kernels = sample()
-    with vllms_own_layers(engine) as layers:
-        vllms_are_direct = any(map(is_direct, modules))
-        vllms = sample()
-    return Direct(
-        layers=dict(layers),
-        vllms_are_direct=vllms_are_direct,
-        equal=vllms == by_kernels,
-        loops_equal=expected == by_kernels,
-        mistakes_equal={name: spoilt(name) for name in layers},
-    )
 
 
 def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoutes:
@@ -181,7 +126,6 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     )
     collected = world.collect(0)
     neutral = torch.equal(random_state, torch.get_rng_state())
-    direct = direct_layers(world, 0)
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
     one_update(policy, world.batch_of(collected, 512), total_updates=4)
@@ -200,5 +144,4 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
         optimizer_tensors=len(kept),
         restored=back,
         random_state_kept=neutral,
-        direct=direct,
     )

@@ -5,7 +5,6 @@ engine's, bit for bit.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.families import (
     family_checkpoint,
     in_mxfp4,
 )
-from tests.processor import HAS_AVX512
 from tests.runs import torchrun
 from tests.sweeps import sweep
 from tests.tiny import FEW_ROWS
@@ -69,11 +67,6 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     else:
         assert result.fallen == {}, "no experts, no layers to name"
     assert result.fallen_equal, "weights through the reload, experts too"
-    assert Counter(result.direct) == Counter(
-        MoERunner=len(result.fallen), Attention=0 if latent else 3
-    )
-    assert result.own_equal, "experts and attention on vLLM's way to their kernels"
-    assert result.loops_equal or not HAS_AVX512, "loops with the bits of vLLM's kernels"
     # Routers in float32: only experts whose scores differ by rounding could be exchanged.
     assert result.wrong_routes <= 0.002 * result.routes
     assert bool(result.routes) == bool(result.gates)

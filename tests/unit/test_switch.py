@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.checks import problems
+from r3.checks import problems, warnings
 from r3.config import ConfigError
 from r3.kernels.switch import KERNELS, VARIABLE, chosen, is_on
 from tests.tiny import tiny_config
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("words", "names"),
     [("all", set(KERNELS)), ("", set(KERNELS)), ("none", set()), ("triton", {"triton"})]
-    + [(" triton, sampled_experts", {"triton", "sampled_experts"})],
+    + [(" triton, sampled_experts", {"triton"}), ("sampled_attention", set())],
 )
 def test_kernels_are_used_that_the_variable_names(
     words: str, names: set[str], monkeypatch: pytest.MonkeyPatch
@@ -23,13 +23,17 @@ def test_kernels_are_used_that_the_variable_names(
     monkeypatch.setenv(VARIABLE, words)
     assert {name for name in KERNELS if is_on(name)} == names
     assert problems(tiny_config(), 1) == []
+    removed = [name for name in ("sampled_experts", "sampled_attention") if name in words]
+    notes = [note for note in warnings(tiny_config(), 1) if VARIABLE in note]
+    assert len(notes) == len(removed)
+    assert all(name in note for name, note in zip(removed, notes, strict=True))
 
 
 @pytest.mark.parametrize("words", ["tritons", "triton,", "none,triton", "all,triton", "ALL"])
 def test_a_name_that_no_kernel_has_is_refused_with_the_list(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*sampled_experts, triton"):
+    with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*none or some of triton"):
         chosen(words)
     monkeypatch.setenv(VARIABLE, words)
     (problem,) = problems(tiny_config(), 1)
