@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from r3.config import Config, ConfigError, ParallelConfig, Problem, from_yaml
+from r3.config import Config, ConfigError, ParallelConfig, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
 from r3.data.tokenizer import load_tokenizer
@@ -32,8 +32,9 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
+from r3.models.hub import is_hub
 from r3.models.lora import adapted_tensors
-from r3.models.peft import adapter_config, dropped_by_peft, joined_in, write_adapter
+from r3.models.peft import adapter_config, adapter_notes, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision
 from r3.policy.lora import attach, factors
@@ -44,7 +45,7 @@ from r3.run.build import init_rank
 from r3.run.folder import RunDir, step_folders
 from r3.run.prepare import refusing
 from r3.run.resume import Found
-from r3.run.sources import of_model, read_sources
+from r3.run.sources import of_model, read_sources, settings_of
 from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
@@ -83,7 +84,7 @@ def parse(argv: Sequence[str]) -> Order:
         what = "checkpoint" if run_dir.config.exists() else "config.yaml"
         fix = "give the folder of a run that has saved a checkpoint"
         raise ConfigError([Problem("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)])
-    config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
+    config = settings_of(run_dir)
     best = run_dir.checkpoints / "best"
     names = {None: max(saved)} | {str(step): step for step in saved}
     names |= {"best": int(best.resolve().name.removeprefix("step_"))} if best.exists() else {}
@@ -113,6 +114,8 @@ def parse(argv: Sequence[str]) -> Order:
             problems.append(Problem("model.path", config.model.path, rule, fix))
     except (OSError, ShapeError) as error:
         fix = "restore the folder: config, tokenizer and chat template come from it"
+        if not is_hub(config.model.path) and not Path(config.model.path).is_absolute():
+            fix += ". The path is relative: run this command where the run was started"
         problems.append(Problem("model.path", config.model.path, f"cannot be read: {error}", fix))
     if problems:
         raise ConfigError(problems)
@@ -163,11 +166,8 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
         config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
         write_adapter(order.to, factors(adapters), config, alone.lora)
-        if dropped_by_peft(ranks):
-            say(
-                "note: PEFT with transformers 5 drops adapters of dense layers and shared experts "
-                "where experts have some. Use the merged model there"
-            )
+        for note in adapter_notes(order.shape, ranks):
+            say(f"note: {note}")
         if (base := alone.model.base) != "dtype":
             say(f"note: trained with model.base {base}. The merged model has that base")
         return

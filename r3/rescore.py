@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from r3 import checks as validate
 from r3.cli import parse as cli
-from r3.config import Config, ConfigError, Problem, from_yaml, with_values
+from r3.config import Config, ConfigError, Problem, with_values
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
@@ -41,6 +41,7 @@ from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, replacing, step_folders
 from r3.run.prepare import refusing
 from r3.run.resume import Found
+from r3.run.sources import settings_of
 from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str]) -> Order:
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
     try:
-        config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
+        config = settings_of(run_dir)
     except OSError:
         rule, fix = "there is no config.yaml to read", "give the folder of a run"
         raise ConfigError([Problem("RUN_DIR", str(words.run_dir), rule, fix)]) from None

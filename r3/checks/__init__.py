@@ -81,7 +81,7 @@ def examine(
     check_lengths(config, found, shape)
     check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
-    check_lora(config, found, shape)
+    of_adapter = check_lora(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)
@@ -92,6 +92,7 @@ def examine(
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
     notes = switch_notes() + ignored_settings(config, shape, given) + overlap(training, heldout)
+    notes += of_adapter
     return Report(tuple(found.problems), tuple(notes), shape)
 
 

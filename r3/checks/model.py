@@ -11,7 +11,7 @@ from r3.config import Config, ConfigError
 from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
 from r3.models.hub import HubError, command, is_hub
-from r3.models.lora import adapted_tensors, adapter_fault, untrained_chunk
+from r3.models.lora import adapted_tensors, adapter_fault, other_base, untrained_chunk
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 from r3.user_code.loading import path_fix
 
@@ -33,21 +33,25 @@ def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> N
             found.problems.extend(error.problems)
 
 
-def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> None:
-    """`lora` finds matrices of the model, in every chunk of the pipeline, and its layout works."""
+def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> list[str]:
+    """`lora` finds matrices of the model, in every chunk of the pipeline, and its layout works.
+
+    Returns:
+        A warning if `lora.start` names another base.
+    """
     lora, parallel = config.lora, config.parallel
     if shape is None or not found.sound("lora.rank", "train.freeze", "parallel.pp_layers"):
-        return
+        return []
     try:
         adapted = adapted_tensors(shape, lora, config.train.freeze)
     except ConfigError as error:
         found.problems.extend(error.problems)
-        return
+        return []
     if not adapted:
         if config.model.base != "dtype":
             rule = "needs frozen weights, and without lora.rank all are trained"
             found.add("model.base", rule, "set lora.rank, or leave it out")
-        return
+        return []
     if lora.start and not (Path(lora.start) / "adapter_config.json").is_file():
         fix = "give a folder that PEFT or `python -m r3.export RUN --adapter` wrote"
         found.add("lora.start", "is no folder of a PEFT adapter: no adapter_config.json", fix)
@@ -66,6 +70,16 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> Non
         if number is not None:
             rule = f"give chunk {number} of the pipeline nothing to train"
             found.add("lora.targets", rule, "add attention, or use fewer stages")
+    if (
+        lora.start
+        and found.sound("lora.start")
+        and (base := other_base(lora.start, config.model.path))
+    ):
+        return [
+            f"lora.start = {lora.start!r} was trained on {base!r}, and model.path is "
+            f"{config.model.path!r}. On other weights, the adapter is another model"
+        ]
+    return []
 
 
 def check_model(config: Config, found: Findings) -> ModelShape | None:

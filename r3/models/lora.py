@@ -10,6 +10,7 @@ from typing import Any
 
 from r3.config import ConfigError, LoraConfig, ParallelConfig, Problem
 from r3.models.freeze import frozen_tensors
+from r3.models.hub import is_hub
 from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape, ShapeError, header_of
 
@@ -120,6 +121,25 @@ def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> s
         if name not in found or tuple(found[name]["shape"]) != expected.get(name)
     ]
     return f"differs in {len(differing)} tensors, such as {differing[0]}" if differing else ""
+
+
+def other_base(folder: str, path: str) -> str:
+    """Return the base that an adapter's file names if that is not `model.path`; "" if it is.
+
+    Copies of a model are told by the last part of their name, as far as one is not here.
+    """
+    config = json.loads((Path(folder) / "adapter_config.json").read_bytes())
+    named = str(config.get("base_model_name_or_path") or "")
+    if Path(named).is_dir() and Path(path).is_dir():
+        return "" if Path(named).samefile(path) else named
+    return "" if not named or _last_name(named) == _last_name(path) else named
+
+
+def _last_name(model: str) -> str:
+    """OWNER/Name, hub:OWNER/NAME@REVISION, a folder or a cache of the hub -> name."""
+    cached = re.search(r"models--[^/]+?--([^/]+)/snapshots/", model)
+    name = cached[1] if cached else Path(model).resolve().name
+    return (name.partition("@")[0] if is_hub(model) else name).lower()
 
 
 def scale_in(config: Mapping[str, Any], name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,17 @@ import torch
 from safetensors import safe_open
 
 from r3.config import LoraConfig
+from r3.models.families import FAMILIES
 from r3.models.hf_checkpoint import save, whole_folder
-from r3.models.lora import factor_names, scale_in
+from r3.models.hub import is_hub, parsed
+from r3.models.lora import factor_names, matrices, scale_in
 from r3.models.shape import ModelShape
+
+# Model types whose experts PEFT 0.21 converts to the tensors of transformers 5.19.
+_CONVERTED_BY_PEFT = (
+    *("deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
+    *("glm_moe_dsa", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+)
 
 
 def joined_in(shape: ModelShape, adapted: Iterable[str]) -> str:
@@ -26,16 +34,49 @@ def joined_in(shape: ModelShape, adapted: Iterable[str]) -> str:
     return next((of_part[name] for name in adapted if name in of_part), "")
 
 
-def dropped_by_peft(adapted: Iterable[str]) -> bool:
-    """Whether PEFT with transformers 5 loses some of these adapters without an error.
+def lost_in_peft(shape: ModelShape, adapted: Collection[str]) -> list[str]:
+    """Return the matrices whose adapters PEFT 0.21 with transformers 5 drops without an error.
 
-    It takes all that are named as matrices of experts for these, also in dense layers and shared
-    experts.
+    transformers stores the experts of a layer in two tensors. PEFT converts adapters to them for
+    the model types of its table. There, everything that is named like a matrix of an expert counts
+    as one, and adapters of gate and up need one of down.
     """
-    ends = {True: set[str](), False: set[str]()}
-    for name in adapted:
-        ends[".experts." in name].add(name.split(".")[-2])
-    return not ends[True].isdisjoint(ends[False])
+    of_target = matrices(shape)
+    experts = [name for name in adapted if of_target[name] == "experts"]
+    if shape.model_type not in _CONVERTED_BY_PEFT:
+        return experts
+    gate, up, down = shape.moe_names.gate_up_down
+    leaf = {name: name.split(".")[-2] for name in adapted}
+    lost = [n for n in adapted if leaf[n] in (gate, up, down) and of_target[n] != "experts"]
+    if down not in leaf.values():
+        lost += [name for name in experts if leaf[name] in (gate, up)]
+    return lost
+
+
+def adapter_notes(shape: ModelShape, adapted: Collection[str]) -> list[str]:
+    """Return what a user of an exported adapter must know: which programs would not apply it."""
+    notes = []
+    if lost := lost_in_peft(shape, adapted):
+        targets = dict.fromkeys(map(matrices(shape).__getitem__, lost))
+        notes.append(
+            f"PEFT with transformers 5 drops {len(lost)} of the {len(adapted)} adapters without an "
+            f"error, those of {' and '.join(targets)}. Use the merged model there"
+        )
+    if shape.is_wrapped:
+        wrapper = FAMILIES[shape.architecture].wrapper
+        notes.append(
+            f"the adapter is for the text model, {shape.architecture}. Programs that load the "
+            f"model as {wrapper}, such as vLLM, would ignore it. Use the merged model there"
+        )
+    return notes
+
+
+def base_names(path: str) -> dict[str, Any]:
+    """Return the keys of adapter_config.json that name the base, as PEFT loads it."""
+    if not is_hub(path):
+        return {"base_model_name_or_path": str(Path(path).resolve()), "revision": None}
+    name, revision = parsed(path)
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 def adapter_config(
@@ -49,7 +90,7 @@ def adapter_config(
         shape: the model's.
         lora: the settings.
         ranks: tensor of the checkpoint -> rank, for all with an adapter.
-        base: name or folder of the starting model.
+        base: `model.path`.
     """
     modules = [name.removesuffix(".weight") for name in ranks]
     # One short name for all modules that end with it, unless others do too.
@@ -63,7 +104,7 @@ def adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **base_names(base),
         "r": rank,
         "lora_alpha": lora.scale(rank) * rank,
         "use_rslora": False,

@@ -78,6 +78,19 @@ class RunDir:
         """The file in which a rank writes its phase."""
         return self.path / "heartbeats" / f"rank_{rank:05d}.json"
 
+    def named_from_start(self, path: str, log_dir: str) -> str:
+        """A relative path of the run's settings as it was where the run was started.
+
+        Args:
+            path: `model.path` or another folder that the settings name.
+            log_dir: `log.dir`; if it is relative, it tells that working folder.
+        """
+        here, end = Path(os.path.abspath(self.path)).parts, Path(log_dir).parts
+        if path and end and here[-len(end) :] == end:
+            there = Path(*here[: -len(end)]) / path
+            return str(there) if there.exists() else path
+        return path
+
     def append_metrics(self, row: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; when this returns, the line survives a power cut.
 

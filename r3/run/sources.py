@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import r3
-from r3.config import Config, ConfigError, Problem
+from r3.config import Config, ConfigError, Problem, from_yaml, with_values
 from r3.data.prompts import prompts_from
 from r3.models.hf_checkpoint import read_small_files
 from r3.models.shape import header_of, weight_files
@@ -133,6 +133,21 @@ def users_files(config: Config) -> list[str]:
     files = [file for file, colon, _ in (spec.rpartition(":") for spec in specs) if colon]
     files += [config.reward.prompt_file, *config.env.command.split()]
     return [file for file in dict.fromkeys(files) if Path(file).is_file()]
+
+
+def settings_of(run_dir: RunDir) -> Config:
+    """The settings of a run for a command that reads its folder, in whatever working folder.
+
+    Raises:
+        ConfigError: config.yaml is not as R3 wrote it.
+        OSError: there is none.
+    """
+    config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
+    folders = {"model.path": config.model.path, "lora.start": config.lora.start}
+    return with_values(
+        config,
+        {name: run_dir.named_from_start(path, config.log.dir) for name, path in folders.items()},
+    )
 
 
 def read_sources(run_dir: RunDir) -> Sources | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from r3 import assets, export
+from r3.config import ConfigError, to_yaml
 from r3.rollout.scored import Scored
 from r3.run.dumps import read_rollouts, write_eval, write_rollouts
 from r3.run.folder import (
@@ -27,6 +30,7 @@ from r3.run.folder import (
     write_text,
 )
 from r3.types import Prompt, Rollout
+from tests.settings import changed
 
 pytestmark = pytest.mark.unit
 
@@ -314,3 +318,27 @@ def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path)
     )
     (again,), _, _ = read_rollouts(dump(tmp_path, scored([rollout])))
     assert np.array_equal(again.routed_experts, routes)
+
+
+def test_an_export_finds_a_relative_model_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model.path` counts from where the run was started, which `log.dir` tells."""
+    run_dir = RunDir(tmp_path / "start" / "runs" / "mine")
+    run_dir.checkpoint(1).mkdir(parents=True)
+    shutil.copytree(assets.TINY_MOE, tmp_path / "start" / "model")
+    values = {"model.path": "model", "log.dir": "./runs/mine"}
+    write_text(run_dir.config, to_yaml(changed(values)))
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    for given in (str(run_dir.path), "../start/runs/mine"):
+        assert export.parse([given]).config.model.path == str(tmp_path / "start" / "model")
+    monkeypatch.chdir(run_dir.path.parent)
+    assert export.parse(["mine"]).config.model.path == str(tmp_path / "start" / "model")
+    # A folder that was moved does not tell it.
+    moved = shutil.copytree(run_dir.path, other / "moved")
+    with pytest.raises(ConfigError, match="relative: run this command where the run was started"):
+        export.parse([str(moved)])
+    monkeypatch.chdir(tmp_path / "start")
+    assert export.parse([str(moved)]).config.model.path == "model"
