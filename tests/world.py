@@ -216,12 +216,9 @@ def _be_rank(file: Path) -> None:
     """Be the rank of a job, whose file is then that of its results."""
     import torch
 
-    from r3.runtime import peers
     from r3.runtime.device import init_device
     from r3.runtime.mesh import forget_mesh
 
-    # Other worlds and tests use the same processors: a rank that waits must let them compute.
-    peers._SPIN_S = 0.0
     device = init_device(timeout_s=120.0)
     job = json.loads(file.read_text())
     module, name = job["case"].split(":")

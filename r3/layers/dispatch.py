@@ -11,11 +11,9 @@ rows is the same in every pass over the micro-batch. A token whose route is not 
 last one of a sequence, then goes to every rank, of which those without its experts add zero. Where
 all routes are live, ranks exchange and read sizes per layer and pass.
 
-With NCCL (and gloo) rows travel while ranks compute. Forward: shared experts run while the sums of
+Rows travel while ranks compute. Forward: shared experts run while the sums of
 the other experts come back. Backward: gradients of shared experts are computed while those of the
-sums travel, and gradients of the experts' weights while those of tokens travel. On CPU, ranks of
-one machine read tokens, gates and experts from each other's memory, in one exchange, and compute
-nothing meanwhile, because a rank copies by itself.
+sums travel, and gradients of the experts' weights while those of tokens travel.
 """
 
 from __future__ import annotations
@@ -212,9 +210,6 @@ class Transfer:
         """Send rows of tensors, ordered by rank."""
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         rows = [each.contiguous() for each in rows]
-        if self._ep.peers:
-            self._results = self._ep.peers.all_to_all_rows(rows, sent, received)
-            return
         self._results = [each.new_empty(sum(received), *each.shape[1:]) for each in rows]
         self._pending = [
             dist.all_to_all_single(

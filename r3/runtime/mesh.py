@@ -5,15 +5,12 @@ This is the only module that reads Megatron's global parallel state.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
-from r3.runtime.peers import Peers
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -31,28 +28,19 @@ class Axis:
         group: its process group; None for one rank.
         rank: this rank's number in it.
         size: number of ranks.
-        peers: the same ranks, if they read each other's memory.
     """
 
     name: str
     group: dist.ProcessGroup | None
     rank: int
     size: int
-    peers: Peers | None = None
 
     @classmethod
-    def of(cls, name: str, group: dist.ProcessGroup | None, reader: Device | None = None) -> Axis:
-        """The axis of a process group of this rank; None is an axis of one rank.
-
-        All ranks of the group must call.
-
-        Args:
-            reader: this rank's device, if its ranks are to read each other's memory where they can.
-        """
+    def of(cls, name: str, group: dist.ProcessGroup | None) -> Axis:
+        """The axis of a process group of this rank; None is an axis of one rank."""
         if group is None or group.size() == 1:
             return cls(name=name, group=None, rank=0, size=1)
-        peers = Peers.of(group, reader.host) if reader and not reader.is_cuda else None
-        return cls(name=name, group=group, rank=group.rank(), size=group.size(), peers=peers)
+        return cls(name=name, group=group, rank=group.rank(), size=group.size())
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the axis and return the tensor. All ranks of the axis must call."""
@@ -64,9 +52,6 @@ class Axis:
         """Gather one picklable object per rank, in rank order. All ranks of the axis must call."""
         if self.size == 1:
             return [item]
-        if self.peers:
-            own = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-            return list(map(pickle.loads, self.peers.all_to_all_bytes([own] * self.size)))
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, item, group=self.group)
         return gathered
@@ -88,8 +73,6 @@ class Axis:
         )
         if self.size == 1:
             return list(outgoing)
-        if self.peers:
-            return self.peers.all_to_all_bytes(outgoing)
         sizes_out = torch.tensor([len(message) for message in outgoing], dtype=torch.int64)
         sizes_in = torch.empty_like(sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
@@ -104,9 +87,7 @@ class Axis:
 
     def barrier(self) -> None:
         """Wait for all ranks of the axis. All of them must call."""
-        if self.peers:
-            self.peers.barrier(0)
-        elif self.size > 1:
+        if self.size > 1:
             dist.barrier(group=self.group)
 
 
@@ -173,13 +154,13 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     engines = device.world_size // parallel.engine_tp
     return Mesh(
-        world=Axis.of("world", dist.group.WORLD, device),
+        world=Axis.of("world", dist.group.WORLD),
         tp=Axis.of("tp", groups.tp),
         pp=Axis.of("pp", groups.pp),
         cp=Axis.of("cp", groups.cp),
         dp=Axis.of("dp", groups.dp),
         dp_cp=Axis.of("dp_cp", groups.dp_cp),
-        ep=Axis.of("ep", groups.ep, device),
+        ep=Axis.of("ep", groups.ep),
         etp=Axis.of("etp", groups.expt_tp),
         expert_dp=Axis.of("expert_dp", groups.expt_dp),
         # Engines communicate through vLLM's groups; these two axes only number ranks.

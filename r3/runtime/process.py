@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import os
 import resource
@@ -11,12 +10,11 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 _MOST_FILES = 1 << 16  # some libraries go through all that are allowed
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_PTRACER = 1, 15, 0x59616D61
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def boot_id() -> str:
@@ -79,47 +77,6 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-
-
-class _Piece(ctypes.Structure):
-    """`struct iovec` of sys/uio.h."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-def let_siblings_read() -> None:
-    """Let the other processes that this one's parent started call `read_memory` on this one.
-
-    Needed where Linux has Yama with `ptrace_scope` 1: a process may read its descendants only.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
-def read_memory(pid: int, source: int, target: int, size: int) -> None:
-    """Copy `size` bytes at address `source` of another process to address `target` of this one.
-
-    Raises:
-        OSError: the process has ended, has no such memory, or the system does not allow it.
-    """
-    if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, "memory of other processes is read on Linux only")
-    libc, done = _libc(), 0
-    one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    while done < size:  # one call copies less than 2 GiB
-        to, of = (_Piece(address + done, size - done) for address in (target, source))
-        copied = libc.process_vm_readv(pid, ctypes.byref(to), one, ctypes.byref(of), one, no_flags)
-        if copied <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"memory of process {pid} not read: {os.strerror(number)}")
-        done += copied
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc
 
 
 @contextmanager
