@@ -211,7 +211,7 @@ def _training(config: Config, notes: list[str], ignored: _Ignored) -> None:
     if config.eval.path and not config.eval.every:
         because = "eval.every is 0: the run is evaluated before its first and after its last step"
         ignored(because, "train.patience")
-    if train.warmup_updates >= train.total_updates:
+    if train.warmup_updates > train.total_updates:
         notes.append(
             f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of "
             f"{train.total_updates} updates"

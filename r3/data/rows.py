@@ -46,6 +46,7 @@ class Columns:
         supervised: rows are learned: each needs an answer or an assistant message.
         continued: the policy continues an assistant message that ends a conversation.
         section: of the settings that name these columns, for messages.
+        first: only this many rows of a source are read, from its beginning; 0 = all.
     """
 
     prompt: str = "question"
@@ -58,6 +59,7 @@ class Columns:
     supervised: bool = False
     continued: bool = False
     section: str = "data"
+    first: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         supervised=supervised,
         continued=data.continue_final_message,
         section="eval" if each else "data",
+        first=each.max_prompts if each else 0,
     )
 
 

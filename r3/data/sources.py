@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem
         fixed = Columns()
         columns = replace(columns, prompt=fixed.prompt, answer=fixed.answer, tools="", verifiers=())
     try:
-        for number, (file, line, content) in _numbered(source):
+        for number, (file, line, content) in islice(_numbered(source), columns.first or None):
             found = check_row(file, line, number, content, columns)
             if isinstance(found, Row):
                 rows.append(found)
@@ -94,7 +95,7 @@ def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem
 
 
 _Content = tuple[str, int, Any]  # file, line, and an object or the bytes of a line of JSON
-_SLICE = re.compile(r"(.+)\[(-?\d*)(%?):(-?\d*)(%?)\]", re.DOTALL)
+_SLICE = re.compile(r"(.+)\[(?:(-?\d+)(%?))?:(?:(-?\d+)(%?))?\]", re.DOTALL)
 _ADDRESS = re.compile(r"(https?|ftp|s3|gs|gcs|az|abfss?|hf|file|wandb)://", re.IGNORECASE)
 
 
@@ -120,7 +121,8 @@ def _without_slice(source: str) -> tuple[str, tuple[tuple[str, str], tuple[str, 
     found = None if os.path.lexists(source) else _SLICE.fullmatch(source)
     if found is None:
         return source, None
-    return found[1], ((found[2], found[3]), (found[4], found[5]))
+    first, first_percent, last, last_percent = found.groups("")[1:]
+    return found[1], ((first, first_percent), (last, last_percent))
 
 
 def _open(source: str) -> Iterator[_Content]:

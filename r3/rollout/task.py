@@ -218,13 +218,12 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             if environment == config.env
             else ConversationSetup.of(environment, tokenizer, path, template_kwargs)
         )
-        found = read_prompts(
+        questions = read_prompts(
             each.path,
             columns=columns_of(config, each),
             tools=conversation.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
-        )
-        questions = found.prompts[: each.max_prompts or None]
+        ).prompts
         own = make_scorer(config.reward, (each.function,), **parts) if each.function else scorer
         heldout.append(
             HeldOut(settings=each, prompts=questions, scorer=own, conversation_setup=conversation)

@@ -617,7 +617,7 @@ KL_IN_REWARD = {
         ),
         ({"engine.memory_fraction": 0.3}, "engine.memory_fraction = 0.3 has no effect"),
         ({"eval.path": "", "eval.every": 5}, "eval.every = 5 has no effect: eval.path is empty"),
-        ({"train.warmup_updates": 25}, "train.lr is never reached"),
+        ({"train.warmup_updates": 26}, "train.lr is never reached"),
         ({"rollout.top_p": 0.9}, "mismatch metrics"),
         (
             {"eval.path": str(WORD_PROBLEMS_TRAIN)},
@@ -644,6 +644,17 @@ def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> 
 )
 def test_bounds_of_a_ratio_that_moves_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
     assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()
+
+
+def test_a_warm_up_of_all_updates_ends_at_the_learning_rate() -> None:
+    from r3.policy.build import learning_rate  # imports Megatron-Core
+
+    for warmup, reaches in ((25, True), (26, False)):
+        train = changed({"train.warmup_updates": warmup}).train
+        last = learning_rate(train.total_updates - 1, train.total_updates, train)
+        assert (last == train.lr) == reaches
+        notes = checks.examine(changed({"train.warmup_updates": warmup}), 2).warnings
+        assert any("train.lr is never reached" in note for note in notes) != reaches
 
 
 def test_grpo_does_not_divide_kl_by_the_deviation_of_a_group() -> None:

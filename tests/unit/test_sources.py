@@ -345,6 +345,28 @@ def test_a_slice_of_a_source_keeps_lines_and_order(
     assert [row.number for row in rows] == [level + 1 for level in levels]
 
 
+@pytest.mark.parametrize("part", ["[-:5]", "[:-%]", "[%:]", "[1-:]"])
+def test_what_is_no_slice_is_a_name(part: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path, ROWS)
+    rows, (problem,) = read_rows(f"{path}{part}", Columns())
+    assert not rows and "no file" in problem.rule
+    Path(f"{path}{part}").write_bytes(as_lines(ROWS))
+    assert len(read_rows(f"{path}{part}", Columns())[0]) == len(ROWS)
+
+
+def test_rows_behind_the_first_ones_are_not_looked_at(tmp_path: Path) -> None:
+    """`eval.max_prompts`: a bad row there stops nothing; among the first ones it does."""
+    path = jsonl(tmp_path, [*ROWS[:2], {**ROWS[0], "question": ""}])
+    for source in (str(path), f"{path}[:]", str(tmp_path / "*.jsonl")):
+        rows, problems = read_rows(source, Columns(first=2))
+        assert len(rows) == 2 and not problems
+        rows, problems = read_rows(source, Columns(first=3))
+        assert len(rows) == 2 and len(problems) == 1
+    values = {"eval.path": str(path), "eval.max_prompts": 2}
+    assert found(values) == {}
+    assert "eval.path" in found(values | {"eval.max_prompts": 3})
+
+
 def test_a_revision_of_the_hub_reaches_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
