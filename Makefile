@@ -9,13 +9,13 @@ TESTS ?= tests
 PYTEST_ARGS ?= --durations=40 --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
-test test-large test-all: export OMP_NUM_THREADS := 1
+test test-large test-all test-matrix: export OMP_NUM_THREADS := 1
 
 # Many container images set it: each process would then compile R3 again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare test test-large test-all lint fmt docs lock resolve signatures gpu-bundle clean
+.PHONY: help setup demo compare test test-large test-all test-matrix lint fmt docs lock resolve signatures gpu-bundle clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { line = sprintf("  make %-12s", $$1); n = split($$2, word, " "); \
@@ -43,14 +43,21 @@ $(TRITON): requirements/triton.txt | setup
 	cp $< $@
 
 test: lint $(TRITON) ## lint, types, the tests that are not marked large (11 minutes on two cores)
-	$(PY) -m pytest -m "not gpu and not large" $(PYTEST_ARGS) $(TESTS)
+	$(PY) -m pytest -m "not gpu and not large and not matrix" $(PYTEST_ARGS) $(TESTS)
 
 test-large: $(TRITON) ## what `make test` leaves out: Slurm, two nodes, kills, the pages' commands, sweeps
-	$(PY) -m pytest -m "large and not gpu" $(PYTEST_ARGS) $(TESTS)
+	$(PY) -m pytest -m "large and not gpu and not matrix" $(PYTEST_ARGS) $(TESTS)
 
 # In one run: both parts would import, start and train the same things.
 test-all: lint $(TRITON) ## every test that needs no GPU
-	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) $(TESTS)
+	$(PY) -m pytest -m "not gpu and not matrix" $(PYTEST_ARGS) $(TESTS)
+
+# All rows of these columns; CELLS="lora tp2" runs others. The results are those of docs/models.md.
+CELLS ?= rl resume export sft
+MATRIX_ARGS ?= --numprocesses 2 --dist loadgroup
+test-matrix: $(TRITON) ## every published layout by the abilities in CELLS (half an hour); writes the table
+	R3_MATRIX=1 $(PY) -m pytest tests/matrix -q $(MATRIX_ARGS) -k "$$(echo $(CELLS) | sed 's/ /- or /g')-" \
+	  || code=$$?; $(PY) tools/make_docs.py; exit $${code:-0}
 
 lint: setup ## ruff check, format check, mypy
 	$(PY) -m ruff check $(CODE)

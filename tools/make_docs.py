@@ -24,11 +24,12 @@ from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
 from r3.metrics.console import LEFT  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
 from r3.models.families import FAMILIES, PROOFS  # noqa: E402
+from tests.matrix.results import table_of_results  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
 COMING = "coming-from-trl-and-verl.md"
-LIMITS, ADDING = "limits.md", "adding-a-model-family.md"
+LIMITS, ADDING, MODELS = "limits.md", "adding-a-model-family.md", "models.md"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
 CONFIGURATION = """\
@@ -219,6 +220,7 @@ def pages() -> dict[str, str]:
         COMING: coming((DOCS / COMING).read_text(encoding="utf-8")),
         LIMITS: filled(LIMITS, "models", model_families()),
         ADDING: filled(ADDING, "lines", lines_of_families()),
+        MODELS: filled(MODELS, "matrix", matrix(), source="tests/published.py"),
     }
 
 
@@ -323,9 +325,19 @@ def lines_of_families() -> str:
     return table(("architecture", "lines of its function"), rows)
 
 
-def filled(page: str, name: str, text: str) -> str:
+def matrix() -> str:
+    """Return what each published layout did in the last `make test-matrix`."""
+    header, rows, limits = table_of_results()
+    named = [
+        f"{number}. \u2026 {each.documented} \u2026 ([{each.page}]({each.page}))"
+        for number, each in enumerate(limits, 1)
+    ]
+    return "\n".join([table(header, rows), "", "Limits:", "", *named])
+
+
+def filled(page: str, name: str, text: str, source: str = "r3/models/families.py") -> str:
     """Return a page with its generated part replaced."""
-    begin = f"<!-- {name}: written by tools/make_docs.py from r3/models/families.py -->\n"
+    begin = f"<!-- {name}: written by tools/make_docs.py from {source} -->\n"
     before, mark, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
     assert mark, f"{page} has no line {begin!r}"
     return f"{before}{begin}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"

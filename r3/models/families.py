@@ -550,7 +550,7 @@ FAMILIES: dict[str, Family] = {
         model_type="qwen2_moe", fields=_qwen2_moe, models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"
     ),
     "Qwen2ForCausalLM": Family(
-        model_type="qwen2", fields=_qwen2, models="Qwen2 and Qwen2.5, dense", proved=("policy",)
+        model_type="qwen2", fields=_qwen2, models="Qwen2 and Qwen2.5, dense"
     ),
     "Qwen3NextForCausalLM": Family(
         model_type="qwen3_next",

@@ -32,13 +32,12 @@ from r3.models.shape import (
     checkpoint_tensors,
 )
 from tests.families import (
-    ENGINE_FAMILIES,
     FAMILIES,
-    HALF_ENGINE_FAMILIES,
     MOE_FAMILIES,
     family_checkpoint,
     wrapped_checkpoint,
 )
+from tests.published import LAYOUTS
 
 pytestmark = pytest.mark.unit
 
@@ -65,8 +64,8 @@ def test_what_is_proved_of_a_family_is_what_is_tried() -> None:
         for proof in family.proved:
             proved[proof].add(family.model_type)
     assert proved["policy"] == {model_type for model_type, _ in FAMILIES.values()}
-    names = {name.removesuffix("-tied") for name in (*ENGINE_FAMILIES, *HALF_ENGINE_FAMILIES)}
-    assert proved["engine"] == {FAMILIES[name][0] for name in names}
+    layouts = {FAMILIES[each.family][0] for each in LAYOUTS.values() if each.has_engine}
+    assert proved["engine"] == layouts, "tests/matrix runs them"
     embedded = json.loads((assets.TINY_MOE / "config.json").read_text())
     assert proved["runs"] == {embedded["model_type"]}
 
