@@ -2,7 +2,7 @@
 
 vLLM's reload takes every module apart and puts it together again, and loads each tensor twice, once
 to count its elements: about 0.3 ms of Python per tensor. Layers with a plain parameter layout need
-none of that. On CPU vLLM's own functions repack them.
+none of that. On CPU vLLM's own functions pack each layer again, as its processor wants it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ _EXPERTS = ("w13_weight", "w2_weight")
 # Classes of `quant_method` of layers that multiply by their parameters as these are; norms have
 # none.
 _PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+class WeightMismatch(RuntimeError):
+    """The tensors for the engine are not exactly those of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,29 +118,38 @@ def _delta_parts(layer: str, shape: ModelShape) -> list[tuple[str, int, int]]:
 
 
 def part_of_rank(full: torch.Tensor, size: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """Return a tensor-parallel rank's part of a full tensor.
+    """Return a tensor-parallel rank's part of a full tensor; all of it if it has no such part.
 
     Args:
         size: shape of the rows that the part fills. A vocabulary is padded with rows that are no
             tokens, so that the part may have fewer.
     """
-    if len(size) > 1 and full.shape[1] > size[1]:  # columns are divided over the ranks
+    # Columns are divided over the ranks.
+    if len(size) > 1 and full.shape[1] == ranks * size[1] and ranks > 1:
         full = full.narrow(1, rank * size[1], size[1])
-    if len(full) > size[0]:  # rows are; key and value heads may be held by several ranks each
-        shards = -(-len(full) // size[0])
+    shards = -(-len(full) // size[0])
+    if 1 < shards <= ranks:  # rows are; key and value heads may be held by several ranks each
         start = (rank * shards // ranks) * size[0]
         full = full[start : start + size[0]]
     return full
 
 
+def as_made(module: Any, leaf: str, live: torch.Tensor) -> torch.Tensor:
+    """Return a parameter of the engine as vLLM's loaders fill it, without values if it differs."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    made = get_layerwise_info(module).restore_metadata[0].get(leaf, live)
+    return live if made.shape == live.shape else made
+
+
 @dataclass(kw_only=True)
-class _Target:
+class Target:
     """A parameter of the engine that checkpoint tensors fill.
 
     Attributes:
         name, module, leaf: the parameter, its layer, and its name there.
-        like: the parameter, or where vLLM packed it and dropped it, its metadata.
-        is_dropped: it must be allocated again to be packed.
+        like: the parameter, or where vLLM packed it, its metadata before that.
+        is_packed: it must be allocated again, and packed.
         pieces: number of tensors that fill it.
         missing: those of them that have not come.
         filling: what they are copied into; None before the first.
@@ -146,7 +159,7 @@ class _Target:
     module: Any
     leaf: str
     like: torch.Tensor
-    is_dropped: bool
+    is_packed: bool
     pieces: int = 0
     missing: int = 0
     filling: torch.Tensor | None = None
@@ -156,22 +169,35 @@ class _Target:
         if self.filling is None:
             self.filling = (
                 torch.empty(self.like.shape, dtype=self.like.dtype)
-                if self.is_dropped
+                if self.is_packed
                 else self.like.data
             )
         rows = self.filling.narrow(0, piece.start, piece.rows)
-        full = full[piece.first : piece.end]
-        part = full if ranks == 1 else part_of_rank(full, rows.shape, rank, ranks)
-        if part.shape != rows.shape:  # a padded vocabulary
-            rows = rows[: len(part)]
-        rows.copy_(part)
+        part = part_of_rank(full[piece.first : piece.end], rows.shape, rank, ranks)
+        rows[: len(part)].copy_(part)  # fewer in a padded vocabulary
         self.missing -= 1
         if self.missing == 0:
-            if self.is_dropped:
+            if self.is_packed:
                 getattr(self.module, self.leaf).data = self.filling
             self.filling = None
-            if self.leaf == "weight" and hasattr(self.module, "cpu_linear"):
+            # What vLLM makes of a weight differs from processor to processor.
+            is_processed = self.leaf == "weight" and getattr(self.module, "quant_method", None)
+            if is_processed and self.like.device.type in ("cpu", "meta"):
                 self.module.quant_method.process_weights_after_loading(self.module)
+
+    def refuse_unfit(self, source: str, shape: Sequence[int], piece: Piece, ranks: int) -> None:
+        """Raise `WeightMismatch` unless the first rank's part of a tensor fills its place."""
+        size = torch.Size((piece.rows, *self.like.shape[1:]))
+        full = torch.empty(shape, device="meta")[piece.first : piece.end]
+        part = part_of_rank(full, size, 0, ranks).shape if len(shape) == len(size) else full.shape
+        if hasattr(self.module, "org_vocab_size"):  # it may be padded
+            part = torch.Size((max(part[0], size[0]), *part[1:]))
+        if part != size:
+            raise WeightMismatch(
+                f"nothing was loaded: the engine's parameter {self.name} has the shape "
+                f"{tuple(self.like.shape)} for {source} {tuple(shape)}, a layout that R3 does not "
+                "know. Report it with the processor and the version of vLLM"
+            )
 
 
 @dataclass(kw_only=True)
@@ -187,8 +213,8 @@ class DirectWeights:
         rank, ranks: this rank among those of the engine.
     """
 
-    targets: list[_Target] = field(default_factory=list)
-    places: dict[str, list[tuple[_Target, Piece]]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+    places: dict[str, list[tuple[Target, Piece]]] = field(default_factory=dict)
     experts: dict[int, tuple[str, Any]] = field(default_factory=dict)
     matrices: dict[str, tuple[int, int, int]]
     shape: ModelShape
@@ -262,9 +288,11 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     Args:
         model: the engine's, with its parameters in memory.
         rank, ranks: this rank among those of the engine.
+
+    Raises:
+        WeightMismatch: a parameter has a layout in which the checkpoint's tensors have no place.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = DirectWeights(matrices=expert_matrices(shape), shape=shape, rank=rank, ranks=ranks)
     for path, module in model.named_modules():
@@ -279,13 +307,16 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
             method = type(getattr(module, "quant_method", None)).__name__
             if leaf in DERIVED or method not in _PLAIN_METHODS:
                 return f"{name} is made from other weights, or has a layout of its own"
-            dropped = live.numel() == 0
-            like = get_layerwise_info(module).restore_metadata[0][leaf] if dropped else live
-            target = _Target(name=name, module=module, leaf=leaf, like=like, is_dropped=dropped)
+            like = live if method == "NoneType" else as_made(module, leaf, live)
+            packed = like is not live
+            if packed and live.device.type != "cpu":
+                return f"{name} has a layout of its own"
+            target = Target(name=name, module=module, leaf=leaf, like=like, is_packed=packed)
             found.targets.append(target)
             for source, piece in pieces_of(name, len(like), module, shape):
                 if source not in shape.tensor_shapes:
                     return f"the checkpoint has no {source}, which {name} is made of"
+                target.refuse_unfit(source, shape.tensor_shapes[source], piece, ranks)
                 found.places.setdefault(source, []).append((target, piece))
                 target.pieces += 1
     return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.build import build_llm
-from r3.engine.direct_weights import DirectWeights
+from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 class EngineStateError(RuntimeError):
     """A call would sample from stale or absent weights, or touch memory that the policy owns."""
-
-
-class WeightMismatch(RuntimeError):
-    """The tensors for the engine are not exactly those of the model."""
 
 
 class Engine:
@@ -170,7 +166,8 @@ class Engine:
 
         Raises:
             EngineStateError: the weight memory is asleep, or the other weights are not there.
-            WeightMismatch: a tensor is missing, unknown, misshaped or duplicate.
+            WeightMismatch: a tensor is missing, unknown, misshaped or duplicate, or a parameter of
+                the engine has a layout that R3 does not know.
         """
         self._require_weights("load_weights")
         if only is not None and not self._has_weights:

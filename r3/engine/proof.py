@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.direct_weights import DERIVED, Piece, part_of_rank, pieces_of
+from r3.engine.direct_weights import DERIVED, Piece, as_made, part_of_rank, pieces_of
 from r3.engine.experts import StackedExperts, expert_leaves, expert_matrices, plain_experts
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
                     layer = int(name.split(".layers.")[1].split(".")[0])
                     experts[layer] = (found, _packing(module))
                 continue
-            parameters[name] = _effective(module, parameter) if leaf == "weight" else parameter.data
+            parameters[name] = (
+                _effective(module, parameter.data) if leaf == "weight" else parameter.data
+            )
             for source, piece in pieces_of(name, len(parameters[name]), module, shape):
                 pieces.setdefault(source, []).append(piece)
 
@@ -122,21 +124,42 @@ def _same(full: torch.Tensor, held: torch.Tensor, piece: Piece, rank: int, ranks
     return torch.equal(full.to(part.dtype), part[: len(full)])
 
 
-def _effective(module: Any, parameter: torch.Tensor) -> torch.Tensor:
+def _effective(module: Any, weight: torch.Tensor) -> torch.Tensor:
     """The weight that the layer multiplies by.
 
-    On CPU torch packs the weights of linear layers, and vLLM drops its own copy or keeps one that
-    is not used. The product of the layer with the identity is its weight, exactly.
+    On CPU the weights of linear layers are packed, and vLLM drops its own copy or keeps one that is
+    not used. The product of the layer with the identity is its weight, exactly.
     """
-    if not hasattr(module, "cpu_linear") or not hasattr(module, "quant_method"):
-        return parameter.data
+    if getattr(module, "quant_method", None) is None or weight.device.type != "cpu":
+        return weight
+    if not hasattr(module, "cpu_linear"):  # a convolution
+        return _unpacked(module, weight)
     if type(module).__name__ == "VocabParallelEmbedding":  # looked up, not multiplied
-        return parameter.data
+        return weight
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     inputs = next(getattr(module, name) for name in names if hasattr(module, name))
-    dtype = getattr(module, "params_dtype", parameter.dtype)
+    dtype = getattr(module, "params_dtype", weight.dtype)
     with torch.no_grad():
         return module.quant_method.apply(module, torch.eye(inputs, dtype=dtype), None).t()
+
+
+def _unpacked(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Undo what vLLM does to the weight of a convolution where the processor has avx512_bf16.
+
+    It moves pairs of taps. Numbers of 32 bits in place of the pairs show where each one went. If
+    pairs are not what it moves, the weight is returned as it is, and equals nothing.
+    """
+    made = as_made(module, "weight", weight)
+    pairs = torch.arange(weight.nbytes // 4, dtype=torch.int32)
+    probe = torch.nn.Module()
+    probe.register_buffer("weight", pairs.view(made.dtype).view(made.shape))
+    module.quant_method.process_weights_after_loading(probe)
+    moved = probe.weight.view(torch.int32).flatten()
+    if not torch.equal(moved.sort().values, pairs):
+        return weight
+    plain = torch.empty_like(pairs)
+    plain[moved.long()] = weight.view(torch.int32).flatten()
+    return plain.view(made.dtype).view(made.shape)
 
 
 def _packing(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:

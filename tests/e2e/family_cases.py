@@ -28,6 +28,7 @@ from tests.engines import (
     signature,
 )
 from tests.errors import message_of
+from tests.processor import pack_convolutions
 from tests.tiny import tiny_config
 
 
@@ -236,3 +237,97 @@ def planted_faults(world: World) -> dict[str, str]:
         provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
     prove_weights(world.stream, world.engine, world.mesh)
     return messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayers:
+    """An engine whose layers vLLM packs as it does on another processor.
+
+    Attributes:
+        packed: parameters that the engine has in another shape than the checkpoint.
+        compared, tensors: tensors that the proof compared after a push, and those of the model,
+            gate and up of an expert counted as one.
+        equal: the engine samples what one does that loaded the same weights from files; also
+            after a push through vLLM's reload, whose weights were compared too.
+        moved: the push changed what is sampled.
+        proof: largest log-probability difference of engine and policy, routes replayed.
+        stale: message of the proof after one number changed in a packed parameter.
+        raw: message of the proof after the checkpoint's numbers were copied into it as they are.
+        unknown: message of a push after a parameter got a shape that vLLM did not make.
+    """
+
+    packed: list[str]
+    compared: int
+    tensors: int
+    equal: bool
+    moved: bool
+    proof: float
+    stale: str
+    raw: str
+    unknown: str
+
+
+def packed_layers(device: Device, *, model: str, out: str) -> PackedLayers:
+    """Push weights twice into an engine whose convolutions are packed, and once by the reload."""
+    pack_convolutions()
+    half = {"dtype": "bfloat16"}
+    world = World(device, tiny_config(model, model=half, engine=half))
+    shape = world.task.shape
+    world.sync(0)
+    before = signature(world.collect(0).rollouts)
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
+    prompts = world.task.prompts.prompts[:4]
+    proof = prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)
+    pushed = signature(world.collect(1).rollouts)
+    folder = Path(out) / "export"
+    world.export(folder)
+    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
+    fresh = engine_from_disk(config, device, world.task, policy_version=1)
+    loaded = signature(world.collect(1, engine=fresh).rollouts)
+    same = held_tensors(world.engine) == held_tensors(fresh)
+    push(world.engine.llm, world.stream.read(), shape, copy=False)
+    prove_weights(world.stream, world.engine, world.mesh)
+    world.engine.reset_cache()
+    again = signature(world.collect(1).rollouts)
+
+    def parameters(model: Any) -> dict[str, torch.Tensor]:
+        return {name: each for name, each in model.named_parameters() if "conv1d" in name}
+
+    (model_of_engine,) = world.engine.llm.collective_rpc(
+        lambda worker: worker.model_runner.get_model()
+    )
+    packed = [name for name, each in parameters(model_of_engine).items() if each.dim() == 2]
+    first = parameters(model_of_engine)[packed[0]]
+    weight = dict(world.stream.read())[packed[0]]
+
+    def proved() -> str:
+        return message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
+
+    first.data[3, 1] += 1
+    stale = proved()
+    first.data.copy_(weight[:, 0])
+    raw = proved()
+    norm = model_of_engine.model.layers[1].input_layernorm.weight
+    norm.data = norm.data[None]
+    values = held_tensors(world.engine)
+    unknown = message_of(
+        lambda: world.engine.load_weights(
+            world.stream.shapes, world.stream.read_blocks(), policy_version=2
+        ),
+        RuntimeError,
+    )
+    assert held_tensors(world.engine) == values, "nothing was copied"
+    return PackedLayers(
+        packed=packed,
+        compared=compared,
+        tensors=len(world.stream.shapes) - shape.num_experts * len(shape.moe_layers),
+        equal=pushed == loaded == again and same,
+        moved=before != pushed,
+        proof=proof,
+        stale=stale,
+        raw=raw,
+        unknown=unknown,
+    )

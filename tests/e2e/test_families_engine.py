@@ -118,6 +118,22 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
     assert all(k3 > 20 * replayed for k3 in wrong.values())
 
 
+def test_packed_convolutions_take_what_is_pushed(tmp_path: Path) -> None:
+    """As on a processor with avx512_bf16, which `pack_convolutions` emulates where it is none."""
+    folder = family_checkpoint(tmp_path / "model", "qwen3_next", **engine_sizes("qwen3_next"))
+    (result,) = run_world(family_cases.packed_layers, 1, model=str(folder), out=str(tmp_path))
+    convolutions = [f"model.layers.{layer}.linear_attn.conv1d.weight" for layer in (0, 2)]
+    assert result.packed == convolutions
+    assert result.moved
+    assert result.equal
+    assert result.compared == result.tensors
+    # bfloat16: rounding leaves 0.1. A convolution that is not unpacked raises it beyond 1.
+    assert result.proof <= 0.3
+    for said in (result.stale, result.raw):
+        assert f"1 tensors of the engine are not the policy's: {convolutions[0]}" in said
+    assert "model.layers.1.input_layernorm.weight" in result.unknown
+
+
 def wrong_attention(folder: Path) -> dict[str, float]:
     """k3 of transformers' model with a window off by one, and with all sinks off by a half."""
     from transformers import AutoModelForCausalLM

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from r3.engine.direct_weights import (
-    part_of_rank,
-    pieces_of,
-)
+from r3.engine.direct_weights import Piece, Target, WeightMismatch, part_of_rank, pieces_of
 from r3.models.families import DeltaSizes
 from r3.models.shape import ModelShape
 from tests.tiny import tiny_config
@@ -41,6 +38,25 @@ def test_a_key_head_is_held_by_several_ranks() -> None:
 def test_a_padded_vocabulary_ends_with_the_last_token() -> None:
     assert torch.equal(part_of_rank(FULL, (6, 4), 1, 2), FULL[6:])
     assert torch.equal(part_of_rank(FULL, (16, 4), 0, 1), FULL)
+
+
+@pytest.mark.parametrize(
+    "size", [(2, 4), (10, 1), (10, 3), (4, 10), (10, 1, 4)], ids=lambda size: str(list(size))
+)
+def test_a_place_of_another_layout_is_refused_by_name(size: tuple[int, ...]) -> None:
+    """Of ten rows of four on two ranks; [10, 1] would take a broadcast of a column."""
+    target = Target(
+        name="model.layers.1.norm.weight",
+        module=nn.Module(),
+        leaf="weight",
+        like=torch.empty(size),
+        is_packed=False,
+    )
+    piece = Piece(parameter=target.name, start=0, rows=size[0])
+    with pytest.raises(WeightMismatch, match=r"nothing was loaded.*model\.layers\.1\.norm\.weight"):
+        target.refuse_unfit("norm.weight", FULL.shape, piece, 2)
+    fits = replace(target, like=torch.empty(5, 4))
+    fits.refuse_unfit("norm.weight", FULL.shape, replace(piece, rows=5), 2)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
