@@ -204,7 +204,7 @@ def _run_ranks(invocation: Invocation) -> None:
 
     with tempfile.TemporaryDirectory(prefix="r3-") as folder:
         settings = Path(folder) / "python.yaml"
-        settings.write_text(invocation.overrides_with_secrets, encoding="utf-8")
+        settings.write_text(invocation.overrides, encoding="utf-8")
         command = [
             *(sys.executable, "-m", "r3.run.ranks", "--check"),
             *([] if has_gpu() else ["--preload"]),

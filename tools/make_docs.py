@@ -97,17 +97,12 @@ data:
 Every run writes such a file, `overrides.yaml`, beside its `config.yaml`: share it to let others
 repeat the run.
 
-## Secrets
+## Keys and passwords
 
 Give a key in a variable of the environment: your code and agents read it there, and
-`reward.api_key_env` names one for the HTTP judge. Passwords, keys and tokens in settings are found
-by their names (`api_key=`, `--token`, `PGPASSWORD=`, `Authorization:`) and by their forms
-(`https://user:password@host`, `?sig=`, `hf_...`). Files of the run, trackers, the header and errors
-have `[hidden]` in their place.
-
-- The same command resumes the run. The secret may be another one by then.
-- `--from RUN_DIR` refuses a setting with `[hidden]`: give that setting again.
-- Command lines are seen by other users of the machine (`ps`), as those of any program.
+`reward.api_key_env` names one for the HTTP judge. A setting that looks like a key or a password
+(`api_key=...`, `--token ...`, `https://user:password@host`, `hf_...`) is refused before the run
+starts, because files of the run, trackers and errors show settings.
 
 ## Presets
 """

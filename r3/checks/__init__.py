@@ -26,7 +26,7 @@ from r3.checks.model import check_freeze, check_lora, check_model
 from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.checks.teacher import check_teacher
-from r3.config import SETTINGS, Config, Problem
+from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import read_rows
 from r3.kernels.switch import switch_notes, switch_problems
 from r3.models.shape import ModelShape
@@ -74,7 +74,7 @@ def examine(
     for name, setting in SETTINGS.items():
         if found.sound(name) and (problem := setting.problem(found.values[name])):
             found.problems.append(problem)
-    found.problems += switch_problems()
+    found.problems += switch_problems() + key_problems(found.values)
     check_batch(config, found, world_size)
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)

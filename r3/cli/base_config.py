@@ -33,7 +33,6 @@ from r3.config import (
     flatten,
     from_yaml,
     load_yaml,
-    public,
     replacing,
     shown,
     values_of,
@@ -109,12 +108,12 @@ class Base:
             ),
         ]
 
-    def overrides(self, config: Config, *, with_secrets: bool = False) -> str:
+    def overrides(self, config: Config) -> str:
         """The differences as YAML that `train.py` takes."""
         tree: dict[str, Any] = {_ROOT: self.root} if self.root else {}
         for name, (value, _) in self.differences(config).items():
             section, key = name.split(".")
-            tree.setdefault(section, {})[key] = value if with_secrets else public(value)
+            tree.setdefault(section, {})[key] = value
         return _HEADER.format(file=OVERRIDES) + dump_yaml(tree)
 
 

@@ -44,7 +44,6 @@ from r3.config import (
     read_values,
     replacing,
     with_values,
-    without_secrets,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.data.sources import read_rows
@@ -83,8 +82,7 @@ class Invocation:
         config: its settings.
         base: the settings that the flags override.
         differences: the base and how the run differs from it, one line each.
-        overrides: the differences as YAML, for overrides.yaml of the run, without secrets.
-        overrides_with_secrets: the same as they are, for ranks that this process starts.
+        overrides: the differences as YAML, for overrides.yaml of the run.
         world_size: number of ranks.
         check: read data and reward too, then end; run nothing.
     """
@@ -93,7 +91,6 @@ class Invocation:
     base: str
     differences: tuple[str, ...]
     overrides: str
-    overrides_with_secrets: str
     world_size: int
     check: bool = False
 
@@ -292,7 +289,6 @@ def _invocation(
         base=base.name,
         differences=tuple(differences),
         overrides=base.overrides(config),
-        overrides_with_secrets=base.overrides(config, with_secrets=True),
         world_size=world_size,
         check=check,
     )
@@ -338,7 +334,7 @@ def _examine(
     ]
     fix = "give it again; what your code reads from the environment needs no setting"
     problems += [
-        Problem(name, value, f"has {HIDDEN}, which files of a run have in place of a secret", fix)
+        Problem(name, value, f"has {HIDDEN}, which earlier versions wrote in place of a key", fix)
         for name, value in flatten(config).items()
         if HIDDEN in str(value)
     ]
@@ -682,7 +678,7 @@ def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
 
 def _say(text: str, *, error: bool = False) -> None:
     if is_leader():
-        say(without_secrets(text), error=error)
+        say(text, error=error)
 
 
 def _leave(code: int, text: str) -> NoReturn:

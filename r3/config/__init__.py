@@ -20,7 +20,7 @@ from r3.config.fields import (
     shown,
 )
 from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
-from r3.config.secrets import HIDDEN, public, without_secrets
+from r3.config.secrets import HIDDEN, key_problems, looks_like_key
 from r3.config.settings import (
     EVAL_LISTS,
     AlgoConfig,

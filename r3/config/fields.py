@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from r3.config.arguments import argument_items, arguments_fault
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
-from r3.config.secrets import public, without_secrets
 from r3.config.settings import Config, flatten
 from r3.config.trl_verl import meaning
 
@@ -47,8 +46,7 @@ class Problem:
     def __str__(self) -> str:
         origin = f" (set by {self.origin})" if self.origin else ""
         end = "    " if self.rule.endswith("\n") else ". "  # a rule of several lines
-        said = f"{self.rule}{end}Fix: {self.fix}"
-        return f"{self.field} = {public(self.value)!r}{origin}: {without_secrets(said)}"
+        return f"{self.field} = {self.value!r}{origin}: {self.rule}{end}Fix: {self.fix}"
 
 
 class ConfigError(ValueError):
@@ -177,8 +175,8 @@ def as_typed(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as one writes it, without secrets, from its end if it is long; "empty" for none."""
-    text = as_typed(public(value)).removeprefix(os.getcwd() + os.sep)
+    """A value as one writes it, from its end if it is long; "empty" for none."""
+    text = as_typed(value).removeprefix(os.getcwd() + os.sep)
     return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"
 
 
@@ -349,9 +347,7 @@ def fixed_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {
         name: (now[name], before[name])
         for name, setting in SETTINGS.items()
-        # A secret is not in config.yaml, and may change.
-        if public(now[name]) != public(before[name])
-        and not (setting.resume and setting.resume.allows(old))
+        if now[name] != before[name] and not (setting.resume and setting.resume.allows(old))
     }
 
 
@@ -361,7 +357,7 @@ _SHOWN_CHANGES = 12
 def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:
     """A folder that has another run: what differs, one line each, and what to do."""
     lines = [
-        f"      {name} = {public(now)!r} (that run: {public(before)!r})\n"
+        f"      {name} = {now!r} (that run: {before!r})\n"
         for name, (now, before) in list(changes.items())[:_SHOWN_CHANGES]
     ]
     if len(changes) > _SHOWN_CHANGES:

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from r3.config.fields import ConfigError, Problem, read_values
-from r3.config.secrets import public
 from r3.config.settings import Config, with_values
 
 _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
@@ -63,14 +62,8 @@ _Dumper.add_representer(
 
 
 def to_yaml(config: Config) -> str:
-    """The config as YAML with every setting; `from_yaml` reads it back, without its secrets."""
-    tree = asdict(config)
-    return dump_yaml(
-        {
-            section: {name: public(value) for name, value in values.items()}
-            for section, values in tree.items()
-        }
-    )
+    """The config as YAML with every setting; `from_yaml` reads it back."""
+    return dump_yaml(asdict(config))
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 A tracker gets the settings once, a row per step, and the samples that TensorBoard shows. It runs in
 a thread of its own: a server that is slow or gone costs the training no time and does not end it.
-Rows are in metrics.jsonl in any case. Secrets in settings are hidden (`r3.config.secrets`);
-code, console output and the command line are not sent.
+Rows are in metrics.jsonl in any case. Addresses, commands and requests
+are not sent, nor are code, console output and the command line.
 
 Accounts, servers and offline mode are set as the packages have it: WANDB_MODE=offline,
 MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID.
@@ -17,11 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from r3.config import Config, flatten, public
+from r3.config import Config, flatten
 from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
 _FINISH_S = 60.0
+_PRIVATE = ("reward.url", "reward.request", "env.command")
 _TAG = "r3.run_id"  # by which MLflow finds a run again
 
 
@@ -220,8 +221,9 @@ class Tracker:
 
 
 def public_settings(config: Config) -> dict[str, Any]:
-    """The settings by full names, without secrets."""
+    """The settings by full names, without those that may hold what is private."""
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in ((name, public(value)) for name, value in flatten(config).items())
+        for name, value in flatten(config).items()
+        if name not in _PRIVATE
     }

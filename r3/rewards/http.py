@@ -15,9 +15,8 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from r3.config import RewardConfig
+from r3.config import HIDDEN, RewardConfig
 from r3.config.arguments import keyword_arguments
-from r3.config.secrets import HIDDEN
 from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.types import Prompt
 from r3.user_code.calls import CallError

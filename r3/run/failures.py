@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from r3.config import without_secrets
 from r3.data.prompts import DataError
 from r3.engine import DeviceMemoryError, EngineConfigError
 from r3.handover.weight_sync import SyncError
@@ -98,7 +97,7 @@ class FailureReport:
         flush()
         path = self._folder / f"rank_{self._rank:05d}.txt"
         text = failure_text(error, rank=self._rank, path=path)
-        full = without_secrets("".join(traceback.format_exception(error)))
+        full = "".join(traceback.format_exception(error))
         try:
             write_text(path, full, private=True)  # it may quote users' data
             if not self._claim(text):
@@ -146,4 +145,4 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
         lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     if is_written:
         lines.append(f"  full traceback: {path}")
-    return without_secrets("\n".join(["", *lines, f"  continue with: {resume}"]))
+    return "\n".join(["", *lines, f"  continue with: {resume}"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.config import ConfigError, as_typed, load_yaml, public
+from r3.config import ConfigError, as_typed, load_yaml
 from r3.run.best import Goal
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.view.samples import Sample, sample_of
@@ -107,8 +107,7 @@ def read_run(path: Path) -> RunFacts:
 def _read_settings(file: Path, notes: list[str]) -> dict[str, str]:
     """The settings of a YAML file; what cannot be read is noted."""
     try:
-        settings = flatten_settings(load_yaml(file.read_text(encoding="utf-8"), file.name))
-        return {name: public(text) for name, text in settings.items()}  # older runs have secrets
+        return flatten_settings(load_yaml(file.read_text(encoding="utf-8"), file.name))
     except ConfigError as error:
         notes.append(f"{file.name} cannot be read: it {error.problems[0].rule}")
     except (OSError, UnicodeDecodeError) as error:
