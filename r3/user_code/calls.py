@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def _from_users_code(frames: TracebackType | None) -> TracebackType | None:
 def serve(descriptor: int) -> None:
     """Run a worker process: load, report, then serve calls until the connection closes."""
     connection = Connection(descriptor)
-    parent, preload = connection.recv()
+    parent, preload, sys.path[:] = connection.recv()  # users' files import as in the run itself
     die_with_parent(parent)
     import r3.types  # noqa: F401  (what calls take; its time must not count as theirs)
 

@@ -1,16 +1,18 @@
 """Load functions and classes from users' files, each named `path/to/file.py:name`.
 
 A file runs once per process and run, within a time limit: `forget_files` makes the next run read
-it again. `load_for` and `function_of` turn everything that
-can go wrong into one `ConfigError` that names setting, file and fix.
+it again. Like a script, it imports the modules beside it, before others of their names. They are
+its folder's own: files of two folders may each have a `helpers.py`. `load_for` and `function_of`
+turn everything that can go wrong into one `ConfigError` that names setting, file and fix.
 
 Worker processes import this module first. So it imports what settings need only for their errors.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import os
 import re
@@ -19,6 +21,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -63,7 +68,7 @@ def path_fix(path: str | os.PathLike[str], fix: str = "correct the path") -> str
     return f"{fix}; relative paths begin at {os.getcwd()}, where the run starts"
 
 
-_MODULE = re.compile(r"\br3_user_(\w+?)_[0-9a-f]{12}\b")
+_MODULE = re.compile(r"\br3_user_(\w+?)_([0-9a-f]{12})\b")
 
 
 def as_named(text: str) -> str:
@@ -83,37 +88,105 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
-    # A name that no other file has, and without dots, so that objects of its classes can be
-    # pickled.
-    stem = re.sub(r"\W", "_", path.stem)
-    module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    # What imports a file of this name gets this module. Other names have no such import.
+    module_name = _name_of(path.stem, path.parent if path.stem.isidentifier() else path)
     if module_name not in sys.modules:
-        loaded, others = False, set(sys.modules)
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
-        assert module_spec is not None and module_spec.loader is not None, f"{path} ends in .py"
-        module = importlib.util.module_from_spec(module_spec)
-        # dataclasses and pickle look it up while it is still loading
-        sys.modules[module_name] = module
+        _files[module_name], others = path, set(sys.modules)
         try:
             late = UserFileError(f"{path} was not imported after {limit_s:g} s")
-            run = partial(_run_source, path, module)
             with restored(str(path)):
-                time_limit(run, limit_s, lambda: late)
-            loaded = True
+                time_limit(partial(importlib.import_module, module_name), limit_s, lambda: late)
         except SystemExit as error:
             code = error.code if error.code is not None else ""
             raise UserFileError(f"{path} calls sys.exit({code}) while it is imported") from None
         finally:
-            if not loaded:
-                del sys.modules[module_name]
             new = {name: sys.modules[name] for name in sys.modules.keys() - others}
             _beside.update(name for name, each in new.items() if _is_beside(each, path))
     return getattr(sys.modules[module_name], name)
 
 
-def _run_source(path: Path, module: ModuleType) -> None:
-    """Run a file as it is now. Python's cache would take one of the same second for the same."""
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+_files: dict[str, Path] = {}  # users' files by the names of their modules
+_folders: dict[str, Path] = {}  # of users' files, by the last part of such names
+
+
+def _name_of(stem: str, place: Path) -> str:
+    """A module's name that no other folder has, and without dots: its objects can be pickled."""
+    digest = hashlib.blake2b(str(place).encode(), digest_size=6).hexdigest()
+    _folders[digest] = place
+    return f"r3_user_{re.sub(r'[^0-9A-Za-z_]', '_', stem)}_{digest}"
+
+
+class _Finder(MetaPathFinder):
+    """Finds users' files and what is beside them by the names of `_name_of`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        top, dot, _ = name.partition(".")
+        if not (known := _MODULE.fullmatch(top)):
+            return None
+        file = _files.get(top)
+        folder = file.parent if file else _folders.get(known[2])
+        if folder is None:
+            return None
+        if file and not dot:
+            return spec_from_file_location(name, file, loader=_Loader(name, str(file), folder))
+        found = PathFinder.find_spec(name if dot else known[1], path or [str(folder)])
+        if found is None or not isinstance(found.loader, SourceFileLoader):
+            return found
+        return spec_from_file_location(
+            name,
+            found.loader.path,
+            loader=_Loader(name, found.loader.path, folder),
+            submodule_search_locations=found.submodule_search_locations,
+        )
+
+
+sys.meta_path.insert(0, _Finder())
+
+
+class _Loader(SourceFileLoader):
+    """Runs a file as it is now: Python's cache would take one of the same second for the same."""
+
+    def __init__(self, name: str, path: str, folder: Path) -> None:
+        super().__init__(name, path)
+        self._folder = folder
+
+    def get_code(self, fullname: str) -> Any:
+        """Compile the file."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the file with an `import` that looks into the folder first, also in its functions."""
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import}
+        super().exec_module(module)
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if level == 1 and not (globals or {}).get("__package__"):
+            level = 0  # from .helpers import x, in a file of no package
+        top, dot, rest = name.partition(".")
+        own = _name_of(top, self._folder)
+        if top and not level and (own in sys.modules or _is_own(top, self._folder)):
+            name = f"{own}{dot}{rest}"
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+
+def _is_own(name: str, folder: Path) -> bool:
+    """Whether an import means a file of the folder that Python would not find by this name."""
+    if name == "r3" or name in sys.stdlib_module_names:
+        return False
+    own = PathFinder.find_spec(name, [str(folder)])
+    if own is None or not isinstance(own.loader, SourceFileLoader):
+        return False
+    others = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name)
+    return others is None or others.origin != own.origin
 
 
 def _is_beside(module: ModuleType, path: Path) -> bool:
@@ -143,7 +216,7 @@ def forget_files() -> None:
 
     A process that makes several runs calls it before each: the files may have been edited.
     """
-    for name in [name for name in sys.modules if _MODULE.fullmatch(name)]:
+    for name in [name for name in sys.modules if _MODULE.match(name)]:
         del sys.modules[name]
     for name in _beside:
         sys.modules.pop(name, None)
@@ -176,7 +249,10 @@ def load_for(field: str, spec: str, definition: str) -> Any:
             rule = f"{file} defines no {name!r}"
             raise problem(field, spec, rule, f"write `{definition}` there") from None
         rule = f"{file} raised {type(error).__name__}: {as_named(str(error))}"
-        raise problem(field, spec, rule, "correct the file") from error
+        fix = "correct the file"
+        if isinstance(error, ModuleNotFoundError):
+            fix = "install it, or name the folder that has it in PYTHONPATH"
+        raise problem(field, spec, rule, fix) from error
 
 
 def callable_of(field: str, spec: str, parameters: Sequence[str]) -> Callable[..., Any]:

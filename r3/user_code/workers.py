@@ -417,7 +417,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
             start_new_session=True,  # so that it can be killed with everything it started
         )
     connection = Connection(ours.detach())
-    connection.send((os.getpid(), tuple(preload)))
+    connection.send((os.getpid(), tuple(preload), sys.path))
     return _Worker(process, connection, start_deadline=time.monotonic() + START_LIMIT_S)
 
 

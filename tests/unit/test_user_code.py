@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from r3.config import AlgoConfig
+from r3 import assets
+from r3.config import AlgoConfig, ConfigError, EnvConfig, RewardConfig
+from r3.envs.find import find
+from r3.envs.runner import Environments
+from r3.models.shape import ModelShape
+from r3.rewards.scorer import RewardError, make_scorer
 from r3.user_code.algorithm import advantage_of
 from r3.user_code.loading import forget_files, load
+from tests.environments import collect, prompt, said
+from tests.tiny import random_rollouts
 
 pytestmark = pytest.mark.unit
 
@@ -42,3 +54,120 @@ def test_functions_of_the_algorithm_are_loaded_again_too(tmp_path: Path) -> None
     assert advantage_of(algo) is first
     forget_files()
     assert advantage_of(algo) is not first
+
+
+BESIDE = """
+import asyncio, helpers
+from pack.inner import NUMBER as inner
+from .helpers import NUMBER as relative
+
+def number():
+    import later  # when it is called, possibly in another thread
+    assert helpers.NUMBER == inner == relative == later.NUMBER
+    return later.Number().value
+
+def score(response, prompt):
+    return number()
+
+def scale(rewards_R, groups_R):
+    return rewards_R * 0 + number()
+
+class Talk:
+    def reset(self, prompt):
+        import later
+        self.mine = later.Number()  # travels to a worker that has not imported its class
+        return [{"role": "user", "content": str(number())}]
+    def step(self, message):
+        return [], self.mine.value, True
+
+class Flow:
+    async def run(self, task, model):
+        return number()
+"""
+
+
+def folder_with(number: int, folder: Path) -> Path:
+    """A user's file and modules beside it, all of which know the number."""
+    (folder / "pack").mkdir(parents=True)
+    files = {"mine.py": BESIDE, "helpers.py": "", "pack/__init__.py": "", "pack/other.py": ""}
+    files["later.py"] = "class Number:\n    def __init__(self): self.value = NUMBER\n"
+    files["pack/inner.py"] = "import helpers\nfrom pack.other import NUMBER\n"
+    files["pack/inner.py"] += "from . import NUMBER as own\nassert helpers.NUMBER == own\n"
+    for name, text in files.items():
+        known = "" if name in ("mine.py", "pack/inner.py") else f"NUMBER = {number}\n"
+        (folder / name).write_text(known + text)
+    return folder / "mine.py"
+
+
+def of_reward(file: Path, workers: int) -> float:
+    scorer = make_scorer(RewardConfig(function=(f"{file}:score",), workers=workers))
+    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    found = scorer(rollout, prompt())
+    scorer.close()
+    return found
+
+
+def of_environment(file: Path, workers: int) -> float:
+    environments = Environments(EnvConfig(path=f"{file}:Talk", workers=workers))
+    environments.open(0, prompt())
+    first = collect(environments, 1)[0]
+    assert first.failure is None, first.failure
+    environments.send(0, said("hello"))
+    step = collect(environments, 1)[0].value
+    environments.close()
+    assert float(first.value[0]["content"]) == step.reward
+    return float(step.reward)
+
+
+def of_workflow(file: Path, workers: int) -> float:
+    found: Any = find(EnvConfig(path=f"{file}:Flow"))
+    return float(asyncio.run(found().run(None, None)))
+
+
+def of_advantage(file: Path, workers: int) -> float:
+    advantages = advantage_of(AlgoConfig(advantage=f"{file}:scale"))
+    return float(advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long))[0])
+
+
+KINDS = [of_reward, of_environment, of_workflow, of_advantage]
+
+
+PAIRS = [(*pair, 0) for pair in itertools.combinations_with_replacement(KINDS, 2)]
+
+
+@pytest.mark.parametrize(("first", "second", "workers"), [*PAIRS, (of_reward, of_environment, 1)])
+def test_two_files_have_what_is_beside_them(
+    first: Callable[..., float], second: Callable[..., float], workers: int, tmp_path: Path
+) -> None:
+    one, two = (folder_with(number, tmp_path / str(number)) for number in (1, 2))
+    assert (first(one, workers), second(two, workers)) == (1, 2)
+    # Python's own import would find neither, and would give the first to both.
+    assert not {"helpers", "later", "pack"} & sys.modules.keys()
+    forget_files()
+    (tmp_path / "2/helpers.py").write_text("NUMBER = 3\n")
+    with pytest.raises((ConfigError, RewardError, AssertionError)):
+        second(two, workers)
+    forget_files()
+
+
+def test_a_module_that_python_finds_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another module of the process that imports it gets the same one."""
+    file = folder_with(4, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    number = load(f"{file}:number")
+    assert number() == 4 and sys.modules["helpers"] is number.__globals__["helpers"]
+    # Another file of that name is not what a file elsewhere means.
+    other = folder_with(5, tmp_path / "other")
+    assert load(f"{other}:number")() == 5 and sys.modules["helpers"].NUMBER == 4
+    forget_files()
+    assert "helpers" not in sys.modules
+
+
+def test_a_module_that_is_nowhere_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import elsewhere_of_mine\ndef score(response, prompt): 0\n")
+    with pytest.raises(
+        ConfigError, match=r"'elsewhere_of_mine'\. Fix: .*PYTHONPATH"
+    ):
+        of_reward(tmp_path / "mine.py", 0)
