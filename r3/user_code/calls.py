@@ -8,16 +8,21 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from r3.runtime.process import die_with_parent
 from r3.user_code.loading import as_named, load
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class CallError(Exception):
@@ -46,12 +51,76 @@ class Failure:
 
 
 def awaited(value: Any) -> Any:
-    """Run a coroutine to its end; another value is returned as it is."""
+    """Run a coroutine to its end; another value is returned as it is.
+
+    All coroutines of a process share one event loop: what users' code keeps between calls, such as
+    a client or a lock, belongs to the loop that it was first used on.
+    """
     if not inspect.iscoroutine(value):
         return value
     import asyncio  # takes longer than most functions, which are no coroutines
+    from contextvars import copy_context
 
-    return asyncio.run(value)
+    if threading.current_thread() is not threading.main_thread():
+        result, error = asyncio.run_coroutine_threadsafe(_ended(value), event_loop()).result()
+    else:  # of a worker process: signals, which some functions need, exist only here
+        result, error = _runner().run(_ended(value), context=copy_context())
+    if error is not None:
+        raise error
+    return result
+
+
+async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """Return value or exception: SystemExit would end the loop."""
+    try:
+        return await coroutine, None
+    except BaseException as error:
+        return None, error
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    import asyncio
+
+    return asyncio.Runner()
+
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, which runs in a thread of its own; start it first."""
+    import asyncio
+
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, daemon=True, name="r3-async").start()
+        return _loop
+
+
+def stop_event_loop() -> None:
+    """Cancel what is left on the event loop and stop it; the next call starts another one."""
+    import asyncio
+
+    global _loop
+    with _loop_lock:
+        if _loop is not None:
+            asyncio.run_coroutine_threadsafe(_stop(), _loop)
+        _loop = None
+
+
+async def _stop() -> None:
+    """Stop this loop when its tasks have ended: asyncio warns of pending ones."""
+    import asyncio
+
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Failure | None]:

@@ -30,9 +30,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from r3.user_code.calls import Failure, failure_of, outcome
+from r3.user_code.calls import Failure, event_loop, failure_of, outcome, stop_event_loop
 from r3.user_code.loading import START_LIMIT_S
 
 _LONGEST_BACKOFF_S = 60.0
@@ -246,25 +246,22 @@ class Here(Place):
 
 
 class Threads(Place):
-    """A thread for each call that waits for something else; coroutines share one event loop.
+    """A thread for each call that waits for something else; coroutines share the event loop.
 
     A thread cannot be killed: one that hangs is abandoned, and its later result is ignored.
     """
 
+    _used: ClassVar[set[Threads]] = set()  # those whose calls may need the event loop
+
     def __init__(self) -> None:
         super().__init__()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, Any] = {}
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._used.add(self)
         if inspect.iscoroutinefunction(function):
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._loop.run_forever, daemon=True, name="r3-async"
-                ).start()
             coroutine = self._await(token, function, arguments)
-            self._tasks[token] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._tasks[token] = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
         else:
             work = lambda: self._ended.put((token, *outcome(function, arguments)))  # noqa: E731
             threading.Thread(target=work, daemon=True, name=f"r3-call-{token}").start()
@@ -290,22 +287,12 @@ class Threads(Place):
         return ended
 
     def close(self) -> None:
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(_stop_loop(), self._loop)
-            self._loop = None
+        for task in self._tasks.values():
+            task.cancel()
         self._tasks.clear()
-
-
-async def _stop_loop() -> None:
-    """Cancel the tasks of this event loop and stop it when they have ended.
-
-    asyncio prints a warning about tasks that are still pending when their loop stops.
-    """
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    asyncio.get_running_loop().stop()
+        self._used.discard(self)
+        if not self._used:
+            stop_event_loop()
 
 
 @dataclass(slots=True)

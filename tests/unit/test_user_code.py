@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +169,78 @@ def test_a_module_that_python_finds_keeps_its_name(
 
 def test_a_module_that_is_nowhere_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import elsewhere_of_mine\ndef score(response, prompt): 0\n")
-    with pytest.raises(
-        ConfigError, match=r"'elsewhere_of_mine'\. Fix: .*PYTHONPATH"
-    ):
+    with pytest.raises(ConfigError, match=r"'elsewhere_of_mine'\. Fix: .*PYTHONPATH"):
         of_reward(tmp_path / "mine.py", 0)
+
+
+LOOPS = """
+import asyncio, functools
+
+lock = asyncio.Lock()
+loops = []
+
+async def score(response, prompt):
+    # Two calls at once bind the lock to their loop; a call on another loop would raise an error.
+    await asyncio.gather(held(), held())
+    loops.append(asyncio.get_running_loop())
+    return float(len(set(loops)))
+
+async def held():
+    async with lock:
+        await asyncio.sleep(0.001)
+
+async def leaves(response, prompt):
+    raise SystemExit(3)
+
+class Scores:
+    async def __call__(self, response, prompt):
+        return await score(response, prompt)
+
+called = Scores()
+
+@functools.wraps(score)
+def wrapped(response, prompt):
+    return score(response, prompt)
+
+class Talk:
+    async def reset(self, prompt):
+        return [{"role": "user", "content": str(await score("", prompt))}]
+    def step(self, message):
+        return [], 1.0, True
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_coroutines_of_a_file_share_an_event_loop(workers: int, tmp_path: Path) -> None:
+    """Clients and locks of a module belong to the loop that used them first."""
+    (tmp_path / "mine.py").write_text(LOOPS)
+    spec = f"{tmp_path}/mine.py"
+    functions = tuple(f"{spec}:{name}" for name in ("score", "called", "wrapped"))
+    settings = RewardConfig(function=functions, workers=workers, on_error="drop")
+    training, heldout = make_scorer(settings), make_scorer(settings, functions[:1])
+    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    for scorer in (training, heldout, training):
+        result = scorer.trial(rollout, prompt())
+        assert not result.failure and set(result.parts.values()) == {1.0}
+    environments = Environments(EnvConfig(path=f"{spec}:Talk", workers=workers))
+    for key in range(2):
+        environments.open(key, prompt())
+        assert collect(environments, 1)[key].value[0]["content"] == "1.0"
+    # A coroutine that ends its process is a failure, and calls after it are answered.
+    leaving = make_scorer(replace(settings, function=(f"{spec}:leaves", f"{spec}:score")))
+    for _ in range(2):
+        result = leaving.trial(rollout, prompt())
+        assert "SystemExit: 3" in result.failure and result.parts == {"score": 1.0}
+    for each in (training, heldout, environments, leaving):
+        each.close()
+    names = [thread.name for thread in threading.enumerate() if thread.name == "r3-async"]
+    assert workers or len(names) <= 1, "the loop ends with those who used it"
+
+
+def test_a_new_loop_per_call_would_break_what_a_module_keeps(tmp_path: Path) -> None:
+    """The control: asyncio.run, which makes one."""
+    (tmp_path / "mine.py").write_text(LOOPS)
+    score = load(f"{tmp_path}/mine.py:score")
+    asyncio.run(score("", None))
+    with pytest.raises(RuntimeError, match="different event loop"):
+        asyncio.run(score("", None))
