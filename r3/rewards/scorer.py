@@ -69,6 +69,7 @@ class Component:
             as many numbers or `Score`s.
         by_verifier: of the function `row`: the components by the names that rows have in their
             column `verifier`. The component itself fails for rows that name none of them.
+        lacks: why it cannot be called before the run has started; empty if it can.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Component:
     judges: bool = False
     of_group: bool = False
     by_verifier: Mapping[str, Component] = field(default_factory=dict)
+    lacks: str = ""
 
     @property
     def choices(self) -> tuple[Component, ...]:
@@ -281,13 +283,20 @@ class Scorer:
             pass
         return results[0]
 
-    def trial(self, rollout: Rollout, prompt: Prompt) -> RewardResult:
-        """Score one conversation as `__call__`; failures are in the result, never raised."""
-        on_error, self.on_error = self.on_error, "zero"
-        try:
-            return self._awaited(rollout, prompt)
-        finally:
-            self.on_error = on_error
+    def untried(self, prompt: Prompt) -> dict[str, str]:
+        """Functions that `trial` leaves out for this prompt, each with what it lacks."""
+        chosen = [each.of(prompt) for each in self.components]
+        return {each.name: each.lacks for each in chosen if each.lacks}
+
+    def trial(self, rollout: Rollout, prompt: Prompt) -> RewardResult | None:
+        """Score one conversation before the run has started, by the functions that need no more.
+
+        Failures are in the result, never raised; None if no function can be called.
+        """
+        tried = [each for each in self.components if not each.of(prompt).lacks]
+        if not tried:
+            return None
+        return Scorer(tried, on_error="zero", deciding=self.deciding)._awaited(rollout, prompt)
 
     def take_counts(self) -> Counter[str]:
         """Return calls, errors, timeouts, crashes and retries since the last call."""
@@ -448,14 +457,16 @@ def _component(
 ) -> Component:
     new_pool = partial(Pool, timeout_s=settings.timeout_s, retries=settings.retries)
     if spec in ENVIRONMENT:
-        return replace(_here(name, lambda reward, prompt: reward), takes="environment")
+        given = _here(name, lambda reward, prompt: reward)
+        return replace(given, takes="environment", lacks="the environment gives it")
     if spec in REWARDS:
         return _here(name, REWARDS[spec])
     if spec == "self_judge":
         assert renderer is not None, "a policy that judges itself needs its chat template"
         judge = SelfJudge(settings, renderer)
         pool = Pool(judge, timeout_s=float("inf"))
-        return Component(name=name, function=judge.tokens, pool=pool, judges=True)
+        lacks = "the engine is asked, which only a run has"
+        return Component(name=name, function=judge.tokens, pool=pool, judges=True, lacks=lacks)
     if spec == "http":
         from r3.rewards.http import ChatJudge
 
@@ -464,7 +475,8 @@ def _component(
     if spec == "model":
         assert model is not None, "the reward model is loaded before its scorers"
         pool = new_pool(model.batches())
-        return Component(name=name, function=model.score, pool=pool, judges=True)
+        lacks = "a reward model is loaded on a device only"
+        return Component(name=name, function=model.score, pool=pool, judges=True, lacks=lacks)
     if spec == "math":
         from r3.rewards import verify
 

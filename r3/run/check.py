@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
+from r3.envs.runner import Environments
+from r3.envs.tool_calls import Parsed
 from r3.envs.workflow import Workflows
 from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
+from r3.rollout.episode import message_of
 from r3.rollout.task import Task
 from r3.run.check_messages import check_messages
 from r3.types import Prompt, Rollout
@@ -93,24 +97,43 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
     environments = setup.environments
     if environments.one_turn:
         return
+    message = message_of(prompt.answer, "stop", Parsed(content=prompt.answer, calls=[]))
+    try:
+        environments.open(0, prompt)
+        first, seconds = _reply(environments, "reset", prompt, who)
+        yield (
+            f"    {who}environment: reset on {prompt.id} returned {len(first)} message(s) in "
+            f"{seconds:.1f} s"
+        )
+        environments.send(0, message)
+        step, seconds = _reply(environments, "step", prompt, who)
+        reward = "no reward" if step.reward is None else f"reward {step.reward:g}"
+        yield (
+            f"    {who}environment: step with the reference answer returned "
+            f"{len(step.messages)} message(s), {reward}, done {step.done} in {seconds:.1f} s"
+        )
+    finally:
+        environments.forget(0)
+
+
+def _reply(environments: Environments, method: str, prompt: Prompt, who: str) -> tuple[Any, float]:
+    """Return what a method returned that was called, and how long it took."""
     started = time.perf_counter()
-    environments.open(0, prompt)
     while not (replies := environments.poll(1.0)):
         pass
-    seconds = time.perf_counter() - started
-    environments.forget(0)
     if failure := replies[0].failure:
         settings = environments.settings
-        raise EnvironmentFailed(
-            f"{who}environment {settings.path or settings.name}: reset failed on {prompt.id} "
-            f"({failure.kind})\n{failure.text}\n"
-            "  Fix: correct reset. It gets a prompt with id, messages, answer, answers, tools and "
-            f"metadata; here metadata has {', '.join(prompt.metadata) or 'no column'}"
+        advice = (
+            "It gets a prompt with id, messages, answer, answers, tools and metadata; here "
+            f"metadata has {', '.join(prompt.metadata) or 'no column'}"
+            if method == "reset"
+            else f"It gets messages of the model, which may say anything; here {prompt.answer!r}"
         )
-    count = len(replies[0].value)
-    yield (
-        f"    {who}environment: reset on {prompt.id} returned {count} message(s) in {seconds:.1f} s"
-    )
+        raise EnvironmentFailed(
+            f"{who}environment {settings.path or settings.name}: {method} failed on {prompt.id} "
+            f"({failure.kind})\n{failure.text}\n  Fix: correct {method}. {advice}"
+        )
+    return replies[0].value, time.perf_counter() - started
 
 
 def _check_reward(
@@ -121,12 +144,6 @@ def _check_reward(
     who: str = "",
 ) -> Iterator[str]:
     may_reward = setup.environments.settings.may_reward
-    if task.reward_model is not None:
-        yield f"    {who}reward: not called, because a reward model is loaded on a device only"
-        return
-    if scorer.uses_environment:
-        yield f"    {who}reward: not called, because it includes the environment's reward"
-        return
     first: dict[tuple[str, ...], Prompt] = {}
     for prompt in prompts:
         first.setdefault(scorer.path(prompt), prompt)
@@ -135,14 +152,18 @@ def _check_reward(
             yield f"    {who}reward: not called, because {prompt.id} has no reference answer"
             continue
         result = scorer.trial(reference_rollout(task, prompt), prompt)
+        for name, lacks in scorer.untried(prompt).items():
+            yield f"    {who}reward {name}: not called, because {lacks}"
+        if result is None:
+            continue
         yield _scored(result, scorer, prompt, who, may_reward=may_reward)
-        if result.failure or _value(result, scorer) > 0:
+        if result.failure or scorer.deciding not in result.parts or _value(result, scorer) > 0:
             continue
         # One row may be odd. A few more tell whether the function fits the data at all.
         tried = [each for each in prompts if scorer.path(each) == path and each.answer]
         tried = tried[:_REFERENCES]
         results = [scorer.trial(reference_rollout(task, each), each) for each in tried]
-        if (most := max(_value(each, scorer) for each in results)) <= 0:
+        if (most := max(_value(each, scorer) for each in results if each)) <= 0:
             yield (
                 f"    warning: {who}the reference answers of the first {len(tried)} rows are worth "
                 f"{most:g} at most. {scorer.deciding} may not fit the data: it may expect another "

@@ -221,6 +221,70 @@ def test_a_reward_that_an_environment_may_replace_is_a_note(tmp_path: Path) -> N
     task.close()
 
 
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        (("self_judge",), ["self_judge: not called, because the engine is asked"]),
+        (
+            ("gsm8k", "self_judge", "none-of"),
+            ["reward self_judge: not called", ": gsm8k 1, brief -0.6 "],
+        ),
+        (("row",), ["reward self_judge: not called", "of rows.jsonl:2: row 1, row_gsm8k 1 "]),
+        (("env", "none-of"), ["reward env: not called, because the env", ": brief -0.6 "]),
+    ],
+)
+def test_functions_that_only_a_run_can_call_are_left_out(
+    functions: tuple[str, ...], said: list[str], tmp_path: Path
+) -> None:
+    """Each beside others, whose values are those of a run; in training and on a held-out set."""
+    (tmp_path / "own.py").write_text("def brief(response, prompt): return -len(response) / 10\n")
+    (tmp_path / "talk.py").write_text(TALK)
+    rows = [{"question": f"{n}?", "answer": "#### 7"} for n in range(2)]
+    for row, verifier in zip(rows, ("self_judge", "gsm8k"), strict=True):
+        row["verifier"] = verifier
+    data = str(tmp_path / "rows.jsonl")
+    Path(data).write_text("\n".join(map(json.dumps, rows)))
+    function = tuple(
+        f"{tmp_path}/own.py:brief" if each == "none-of" else each for each in functions
+    )
+    reward = {"function": function, "row_functions": ("gsm8k", "self_judge")}
+    env = {"path": f"{tmp_path}/talk.py:Talk"} if "env" in functions else {}
+    config = tiny_config(data={"path": (data,)}, eval={"path": (data,)}, reward=reward, env=env)
+    task = read_task(config)
+    found = list(check_task(task, config.algo))
+    task.close()
+    for text in said:
+        assert len([line for line in found if text in line]) == 2, "\n".join(found)
+    assert not any("warning" in line for line in found)
+
+
+TALK = """
+class Talk:
+    def reset(self, prompt):
+        return prompt.messages
+    def step(self, message):
+        return [], float(message["content"].split()[-1]), True
+"""
+
+
+def test_an_environment_makes_a_step(tmp_path: Path) -> None:
+    """With the reference answer as the model's message."""
+    rows = tmp_path / "rows.jsonl"
+    (tmp_path / "talk.py").write_text(TALK)
+    config = tiny_config(
+        data={"path": (str(rows),)}, eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}
+    )
+    for answer, said in (("#### 7", "returned 0 message(s), reward 7, done True"), ("no", "")):
+        rows.write_text(json.dumps({"question": "?", "answer": answer}))
+        task = read_task(config)
+        if said:
+            assert said in "\n".join(check_task(task, config.algo))
+        else:
+            with pytest.raises(EnvironmentFailed, match=r"step failed on rows.jsonl:1 \(error\)"):
+                list(check_task(task, config.algo))
+        task.close()
+
+
 # ---- the closing line
 
 
