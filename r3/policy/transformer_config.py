@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from r3.config import Config
+from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -111,6 +112,10 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         qk_layernorm=shape.qk_norm != "none",
         attention_output_gate=shape.output_gate,
     )
+    first, *others = conversion_rules(shape).layers
+    if any(layer != first for layer in others):
+        # A checkpoint keeps the tensors of each layer apart. By default it stacks those of all.
+        settings["hetereogenous_dist_checkpoint"] = True
     if gate := shape.clamped_gate:
         settings |= dict(
             activation_func=partial(_scaled_silu, slope=gate.slope),

@@ -13,7 +13,7 @@ import torch
 
 from r3 import assets
 from r3.policy.weight_slots import join_shards
-from tests.families import family_checkpoint
+from tests.families import HYBRID, family_checkpoint
 from tests.ranks import layout_cases as cases
 from tests.ranks.layout_cases import Figures
 from tests.sweeps import sweep
@@ -257,6 +257,26 @@ def test_an_interleaved_checkpoint_resumes_under_other_layouts(
         # float32 sums in another order, amplified by Adam's first step where a gradient is next to
         # nothing
         assert asdict(found) == pytest.approx(asdict(straight), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sweep(HYBRID, kept=("qwen3_next",)))
+def test_a_hybrid_resumes_bit_for_bit_and_under_another_layout(name: str, tmp_path: Path) -> None:
+    """Layers that differ: with pp 2, one stage has two gated delta layers and the other one."""
+    model = str(family_checkpoint(tmp_path / "model", name))
+    (straight, _), (again, _), (other, _) = run_rows(
+        cases.second_update,
+        2,
+        [
+            {"parallel": {"pp": 2}, "resume": False},
+            {"parallel": {"pp": 2}, "resume": True},
+            {"parallel": {"ep": 2}, "resume": True},
+        ],
+        model=model,
+        out=str(tmp_path),
+    )
+    assert again == straight
+    # Sums in another order, amplified by the first step of Adam, as above.
+    assert asdict(other) == pytest.approx(asdict(straight), rel=1e-4)
 
 
 @pytest.mark.large
