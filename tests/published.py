@@ -57,7 +57,11 @@ JOINED = Limit(
     documented="store all experts of a layer in one tensor (Granite-MoE, gpt-oss)",
     page="lora.md",
 )
-DROPPED = Limit(said="PEFT", documented="PEFT drops the adapters")
+DROPPED = Limit(
+    said="PEFT with transformers 5 drops",
+    documented="PEFT drops some adapters without an error, and an export names them",
+    page="lora.md",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,6 +491,7 @@ LAYOUTS: Mapping[str, Published] = {
         | dict(rope_theta=1e6, sliding_window=32768, norm_topk_prob=False)
         | dict(transformers_version="4.39.0.dev0"),
         tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
+        limits={"lora": DROPPED},
         diagonal=("ep2",),
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": Published(
@@ -559,7 +564,7 @@ LAYOUTS: Mapping[str, Published] = {
         stacked=True,
         extra=_mtp_and_vision,
         tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA}
+        limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA, "lora": DROPPED}
         | dict.fromkeys(("rl", "kl", "tools", "doctor", "rescore"), NO_ENGINE),
         diagonal=("sft",),
     ),
