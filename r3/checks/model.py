@@ -8,6 +8,7 @@ from pathlib import Path
 
 from r3.checks.findings import Findings
 from r3.config import Config, ConfigError
+from r3.data.tokenizer import TIKTOKEN, TIKTOKEN_FIX
 from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
 from r3.models.hub import HubError, command, is_hub
@@ -112,6 +113,8 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
     may_come = not is_hub(path)  # what the hub has is here
     if not (folder / "tokenizer.json").is_file():
         fix = "save the model's fast tokenizer beside its weights"
+        if (folder / TIKTOKEN).is_file():
+            fix = TIKTOKEN_FIX
         found.add("model.path", "the folder has no tokenizer.json", fix, is_missing=may_come)
     if not has_chat_template(folder):
         fix = (

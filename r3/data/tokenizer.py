@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from r3.models.hub import folder_of
 from r3.runtime.process import importing, is_leader
 from r3.runtime.terminal import say
+
+TIKTOKEN = "tiktoken.model"
+TIKTOKEN_FIX = 'convert it, see "Models without tokenizer.json" in docs/models.md'
+"""What Kimi-K2 has in place of tokenizer.json, and what to do."""
 
 # Letters, digits, white space, an accent and other scripts, which such rules treat differently.
 _PROBE = "Tom's 12345 books,\n\n  and 3\u00e9 \u65e5\u672c"
@@ -19,6 +24,8 @@ def load_tokenizer(path: str | Path) -> Any:
     Where tokenizer_config.json names certain classes, transformers 5 follows the class instead (its
     issue 45488): with LlamaTokenizerFast, DeepSeek's distilled models see no spaces.
 
+    For a model_type that it does not know (kimi_k2), it may fail at config.json.
+
     Args:
         path: a folder, or a model of the hub in the cache.
 
@@ -28,12 +35,20 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     with importing():
         from tokenizers import Tokenizer
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder_of(path))
-    # R3 checks lengths itself and names the row, so the warning of transformers is off.
-    found: Any = AutoTokenizer.from_pretrained(folder, model_max_length=10**9)
-    file = folder / "tokenizer.json"
+    file, config = folder / "tokenizer.json", folder / "config.json"
+    if not file.is_file() and (folder / TIKTOKEN).is_file():
+        # transformers would split texts by a rule of its own. The model's is in its code.
+        raise ValueError(f"it has {TIKTOKEN} and no tokenizer.json: {TIKTOKEN_FIX}")
+    # R3 checks lengths itself and names the row, so the warning of transformers is off. Without
+    # trust_remote_code, transformers asks in the terminal whether code of the model may run.
+    keys: dict[str, Any] = dict(model_max_length=10**9, trust_remote_code=False)
+    values = json.loads(config.read_bytes()) if config.is_file() else {}
+    if file.is_file() and values.get("model_type", "llama") not in CONFIG_MAPPING:
+        return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
+    found: Any = AutoTokenizer.from_pretrained(folder, **keys)
     if type(found) is PreTrainedTokenizerFast or not file.is_file():
         return found
     tokens = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
@@ -46,4 +61,4 @@ def load_tokenizer(path: str | Path) -> Any:
             'export, write "tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json',
             error=True,
         )
-    return PreTrainedTokenizerFast.from_pretrained(folder, model_max_length=10**9)
+    return PreTrainedTokenizerFast.from_pretrained(folder, **keys)

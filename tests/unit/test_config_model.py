@@ -35,6 +35,10 @@ DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
 HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
+def rename(name: str, other: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).rename(folder / other)
+
+
 def without(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
@@ -65,6 +69,7 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
             "model.embed_tokens.weight has shape (512, 128), config.json implies (500, 128)",
         ),
         (without("tokenizer.json"), "no tokenizer.json"),
+        (rename("tokenizer.json", "tiktoken.model"), 'see "Models without tokenizer.json" in docs'),
         (without("chat_template.jinja"), "no chat template"),
         (without("model.safetensors"), "no *.safetensors files"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,62 @@ def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
     tokenizer.chat_template = "{%- for m in messages %}{{ m.content }}{%- endfor %}"
     renderer = Renderer(tokenizer)
     assert [renderer.token_bytes(each) for each in range(4)] == [b"<s>", b" a", b"a", b"  "]
+
+
+KIMI = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+
+
+def test_a_tiktoken_file_is_read_after_the_conversion_of_the_page(
+    tmp_path: Path,
+) -> None:
+    """Its authors' class and model_type are unknown to transformers, and rope_scaling breaks it."""
+    import tiktoken
+
+    words = ["\u65e5\u672c".encode(), b"he", b"ll", b"hell", b"hello", b"12", b"123"]
+    ranks = {word: i for i, word in enumerate([bytes([i]) for i in range(256)] + words)}
+    special = {"[BOS]": len(ranks), "[EOS]": len(ranks) + 1, "<|im_end|>": len(ranks) + 3}
+    vocab_size = len(ranks) + 5
+    lines = [base64.b64encode(word) + b" %d" % rank for word, rank in ranks.items()]
+    (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines))
+    added = {str(at): {"content": name, "special": True} for name, at in special.items()}
+    rope = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    rows: dict[str, dict[str, Any]] = {
+        "config": {"model_type": "kimi_k2", "vocab_size": vocab_size, "rope_scaling": rope},
+        "tokenizer_config": {
+            "added_tokens_decoder": added,
+            "eos_token": "[EOS]",
+            "tokenizer_class": "TikTokenTokenizer",
+            "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        },
+    }
+    for name, values in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match=r"tiktoken\.model and no tokenizer\.json: convert it, see"
+    ):
+        load_tokenizer(tmp_path)
+    page = (Path(assets.__file__).parents[2] / "docs/models.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = code.replace("FOLDER", str(tmp_path)).replace('"|".join([...])', repr(KIMI))
+    exec(code, {})
+    with pytest.raises((AttributeError, ValueError)):
+        AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    right = tiktoken.Encoding("", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=special)
+    text = "hello\u65e5\u672c hello Tom's 12345,\n\n  3\u00e9<|im_end|>"
+    tokens = right.encode(text, allowed_special="all")
+    assert tokenizer(text)["input_ids"] == tokens and tokenizer.decode(tokens) == text
+    assert tokenizer.eos_token_id == special["[EOS]"]
+    assert tokenizer.convert_tokens_to_ids(f"<|reserved_token_{vocab_size - 1}|>") == vocab_size - 1
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
