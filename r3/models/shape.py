@@ -28,7 +28,7 @@ from r3.models.hf_config import (
     require_kinds,
     require_tokens,
 )
-from r3.models.hub import folder_of
+from r3.models.hub import INDEX, folder_of
 from r3.models.quantised import STORED_TYPES, Quantised, quantised_by, quantised_shapes
 from r3.models.rules import conversion_rules
 from r3.models.sizes import ModelSizes
@@ -217,8 +217,8 @@ class ModelShape(ModelSizes):
             for name, shape in self.tensor_shapes.items()
         }
 
-    def faults(self, tensors: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Compare a checkpoint's tensors (name -> shape) with the model's.
+    def faults(self, tensors: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+        """Compare a checkpoint's tensors (name -> shape, None = not known) with the model's.
 
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
@@ -232,9 +232,9 @@ class ModelShape(ModelSizes):
             if name not in expected and not self.is_ignored(name)
         ]
         misshaped = [
-            f"{name} has shape {tuple(tensors[name])}, config.json implies {size}"
+            f"{name} has shape {tuple(found)}, config.json implies {size}"
             for name, size in expected.items()
-            if name in tensors and tuple(tensors[name]) != size
+            if (found := tensors.get(name)) is not None and tuple(found) != size
         ]
         return missing + unknown + misshaped
 
@@ -259,7 +259,8 @@ class ModelShape(ModelSizes):
         These are the copy of a tied head, stored rotary frequencies, multi-token-prediction layers
         and the vision model.
         """
-        if self.is_wrapped and name.startswith(("model.visual.", "mtp.")):
+        # Also if config.json does not count prediction layers, as that of Qwen3-Next.
+        if name.startswith("mtp.") or (self.is_wrapped and name.startswith("model.visual.")):
             return True
         if self.num_mtp_layers and name.startswith("model.mtp_"):
             return True
@@ -362,7 +363,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder_of(folder))
     names = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         try:
             wanted = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -398,12 +399,20 @@ def _require_all(absent: Sequence[str], count: int) -> None:
 def checkpoint_faults(folder: str | Path, shape: ModelShape) -> list[str]:
     """Compare a folder's tensors with the model's: one line per fault, empty if they match.
 
-    Headers are read, and of the weights only an output head that should be the embedding.
+    Headers are read, and of the weights only an output head that should be the embedding. While
+    files are missing, the names in an index are compared.
 
     Raises:
         ShapeError: as `checkpoint_tensors`.
     """
-    tensors = checkpoint_tensors(folder, quantised=shape.quantised)
+    try:
+        tensors = checkpoint_tensors(folder, quantised=shape.quantised)
+    except AbsentWeightsError:
+        index = Path(folder_of(folder)) / INDEX
+        names = json.loads(index.read_bytes())["weight_map"] if index.is_file() else ()
+        if names and (faults := shape.faults(dict.fromkeys(map(text_name, names)))):
+            return faults
+        raise
     faults = shape.faults(tensors)
     if not faults and shape.tied and "lm_head.weight" in tensors and _has_own_head(folder):
         faults.append(

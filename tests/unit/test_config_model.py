@@ -83,9 +83,20 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
         (
             write(
                 "model.safetensors.index.json",
-                b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+                json.dumps(
+                    {
+                        "weight_map": dict.fromkeys(
+                            ModelShape.read(TINY_MOE).tensor_shapes,
+                            "model-00001-of-00002.safetensors",
+                        )
+                    }
+                ).encode(),
             ),
             "1 of 1 shards are missing: model-00001-of-00002.safetensors",
+        ),
+        (
+            write("model.safetensors.index.json", b'{"weight_map": {"a": "absent.safetensors"}}'),
+            "missing model.embed_tokens.weight",
         ),
     ],
 )

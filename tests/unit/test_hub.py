@@ -274,3 +274,24 @@ def test_a_teacher_and_a_reward_model_may_be_names_too(
     flags = ["--reward.function", "model", "--reward.model_path", NAME, "--dry-run"]
     code, text = printed(capsys, str(assets.TINY_MOE), *flags)
     assert code == 2 and "is a checkpoint of Qwen3MoeForCausalLM, not of a sequence class" in text
+
+
+def test_tensors_that_do_not_fit_are_named_before_the_weights_are_downloaded(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the index. Prediction layers are left out, whether config.json counts them or not."""
+    shape = ModelShape.read(assets.TINY_MOE)
+    names = [*shape.tensor_shapes, "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"]
+    index = tmp_path / "tiny" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, WEIGHTS)}))
+    hub.models["owner/tiny"]["v2"] = other = copy_of_tiny(tmp_path / "other")
+    extra = f"model.layers.{shape.num_layers}.input_layernorm.weight"
+    wrong = {"weight_map": dict.fromkeys([*names[1:], extra], WEIGHTS)}
+    (other / index.name).write_text(json.dumps(wrong))
+    cli.parse(["tiny", "--model.path", NAME, "--check"])
+    assert "2.1 MiB of weights" in capsys.readouterr().out
+    code, text = printed(capsys, f"{NAME}@v2")
+    assert code == 2
+    assert f"its tensors differ from what config.json implies: missing {names[0]}" in text
+    assert f"unknown {extra}" in text
+    assert not hub.sent[WEIGHTS]
