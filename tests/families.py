@@ -266,11 +266,12 @@ def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wrapped_checkpoint(folder: Path, *, stacked: bool) -> Any:
+def wrapped_checkpoint(folder: Path, *, stacked: bool, **sizes: int) -> Any:
     """Write Qwen3.5 as it is published: a text model with a vision and a prediction model.
 
     Args:
         stacked: the experts of a layer are one tensor each for gate over up, and down.
+        sizes: keys of the text model's config.json to change.
 
     Returns:
         transformers' model.
@@ -279,8 +280,9 @@ def wrapped_checkpoint(folder: Path, *, stacked: bool) -> Any:
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     torch.manual_seed(0)
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
-    text = _SIZES | _HYBRID | dict(mtp_num_hidden_layers=1)
+    text = _SIZES | _HYBRID | dict(mtp_num_hidden_layers=1) | sizes
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
+    vision["out_hidden_size"] = text["hidden_size"]
     config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
     model = Qwen3_5MoeForConditionalGeneration(config)
     save_perturbed(model, folder)

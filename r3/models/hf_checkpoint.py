@@ -146,15 +146,13 @@ class CheckpointReader:
             where[0] = slice(number * rows + start, number * rows + stop)
         piece = self._counted(source[(*first, *where)])
         is_quantised, factors = piece.dtype.itemsize == 1, f"{stored}_scale_inv"
-        if is_quantised != (factors in self._slice_of) or (is_quantised and first):
+        if is_quantised != (factors in self._slice_of):
             fault = f"{stored} is {piece.dtype} with{'out' * is_quantised} {factors}"
             raise CheckpointError(f"{self.folder}: {fault}")
         if not is_quantised:
             return piece
-        corner = (
-            each.indices(size)[0] for each, size in zip(where, self.shapes[name], strict=True)
-        )
-        return from_fp8(piece, self._slice_of[factors]()[:], *corner)
+        scales = self._slice_of[factors]()[(*first, slice(None), slice(None))]
+        return from_fp8(piece, scales, *(each.start or 0 for each in where))
 
     def _int4_rows(self, stored: str, rows: slice, columns: int) -> torch.Tensor:
         packed, scales = (self._slice_of[f"{stored}_{x}"]()[rows] for x in ("packed", "scale"))

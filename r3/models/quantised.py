@@ -1,6 +1,7 @@
 """Quantised checkpoints: which ones are read, and how their tensors are stored.
 
-fp8    X with one byte per value, and X_scale_inv, one factor per block of 128 x 128
+fp8    X with one byte per value, and X_scale_inv, one factor per block of 128 x 128; experts may
+       be joined in one tensor, whose first dimension has no blocks
 mxfp4  X_blocks, two values per byte in groups of 32, and X_scales, one exponent per group;
        X is [experts, inputs, outputs], and they are [experts, outputs, groups of inputs, ...]
 int4   X_packed, eight values of a row per int32; X_scale, one factor per group of a row; X_shape;
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from r3.models.hf_config import HfConfig
 
 BLOCK, GROUP = 128, 32
+_FP8_FORMATS = ("e4m3", "float8_e4m3fn", None)  # of DeepSeek and Qwen, of MiniMax, of others
 PER_INT = 8  # values of int4 in an int32
 
 # Data type in the files -> endings of the names that may have it.
@@ -60,16 +62,20 @@ def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
     method, block = keys.get("quant_method"), keys.get("weight_block_size")
     if method == "mxfp4" and stacks_alternate:
         return Quantised(method="mxfp4")
-    if method == "fp8" and block == [BLOCK, BLOCK] and keys.get("fmt", "e4m3") == "e4m3":
-        return Quantised(method="fp8")
     why = f"quant_method {method!r}"
     if method == "compressed-tensors":
         found = _int4(keys)
         if isinstance(found, Quantised):
             return found
         why += f" and {found}"
-    elif method == "fp8":
+    elif method == "fp8" and block != [BLOCK, BLOCK]:
         why += f" and weight_block_size {block!r}"
+    elif method == "fp8" and keys.get("fmt") not in _FP8_FORMATS:
+        why += f" and fmt {keys['fmt']!r}"
+    elif method == "fp8" and stacks_alternate:
+        why += " and experts whose gate and up alternate in one tensor"
+    elif method == "fp8":
+        return Quantised(method="fp8")
     hf.faults.append(
         f"quantization_config is not supported with {why}: R3 reads fp8 in blocks of [{BLOCK}, "
         f"{BLOCK}], mxfp4 of gpt-oss, int4 that compressed-tensors packed, and plain weights"
@@ -132,6 +138,7 @@ def quantised_shapes(
                 shapes[f"{name}_zero_point"] = (-(-rows // PER_INT), groups)
             continue
         shapes[name] = size
-        if method == "fp8" and f"{name}_scale_inv" in found:
-            shapes[f"{name}_scale_inv"] = tuple(-(-n // BLOCK) for n in size)
+        if method == "fp8" and len(size) > 1 and f"{name}_scale_inv" in found:
+            blocks = (-(-n // BLOCK) for n in size[-2:])
+            shapes[f"{name}_scale_inv"] = (*size[:-2], *blocks)
     return shapes

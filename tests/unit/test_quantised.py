@@ -19,7 +19,7 @@ from r3.models.hf_checkpoint import (
     read_small_files,
     write_checkpoint,
 )
-from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
+from r3.models.shape import ModelShape, ShapeError, checkpoint_faults, text_name
 from tests.families import family_checkpoint, in_mxfp4, wrapped_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -89,8 +89,9 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
 def in_fp8(folder: Path) -> Tensors:
     """Store the matrices of layers in FP8, with random factors; return all tensors."""
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        grid = [-(-n // 128) for n in tensors[name].shape]
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj"))]:
+        *experts, rows, columns = tensors[name].shape
+        grid = *experts, -(-rows // 128), -(-columns // 128)
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.rand(grid) + 0.5
     store(folder, tensors, FP8)
@@ -120,6 +121,40 @@ def test_fp8_blocks_are_read_slice_by_slice(tmp_path: Path) -> None:
         f"{name}_scale_inv": (1, 2)
     }
     assert shape.faults(wrong) == [f"{name}_scale_inv has shape (1, 2), config.json implies (3, 2)"]
+
+
+def test_fp8_experts_in_one_tensor_have_the_blocks_of_the_whole(tmp_path: Path) -> None:
+    """Qwen3.5: gate and up of 200 rows share the second block of an expert's 400."""
+    wrapped_checkpoint(tmp_path, stacked=True, hidden_size=160, moe_intermediate_size=200)
+    tensors = in_fp8(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    assert checkpoint_faults(tmp_path, shape) == []
+    layer = "layers.2.mlp.experts."
+    exact = {}
+    for part in ("gate_up_proj", "down_proj"):
+        stored = tensors[f"model.language_model.{layer}{part}"].float()
+        factors = tensors[f"model.language_model.{layer}{part}_scale_inv"]
+        for row in range(stored.shape[1]):
+            for column in range(stored.shape[2]):
+                stored[:, row, column] *= factors[:, row // 128, column // 128]
+        exact[part] = stored.bfloat16()
+    gate, up = exact["gate_up_proj"][5].chunk(2)
+    with CheckpointReader(tmp_path) as reader:
+        reader.require(shape)
+        for name, matrix in (("gate", gate), ("up", up), ("down", exact["down_proj"][5])):
+            whole = f"model.{layer}5.{name}_proj.weight"
+            assert torch.equal(reader.read(whole), matrix), name
+            rows, columns = (n // 2 for n in matrix.shape)
+            assert torch.equal(reader.read(whole, 0, 1, 2), matrix[rows:])
+            assert torch.equal(reader.read(whole, -1, 1, 2), matrix[:, columns:])
+        assert reader.largest_read <= gate.numel(), "one expert's matrix at a time"
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    name = f"model.language_model.{layer}gate_up_proj_scale_inv"
+    assert found[name] == (8, 4, 2)
+    (fault,) = shape.faults(
+        {text_name(each): size for each, size in (found | {name: (1, 4, 2)}).items()}
+    )
+    assert fault.endswith("_scale_inv has shape (1, 4, 2), config.json implies (8, 4, 2)")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +265,7 @@ def test_int4_is_read_as_compressed_tensors_reads_it(
     ("settings", "shown"),
     [
         (FP8 | {"weight_block_size": [1, 128]}, r"'fp8' and weight_block_size \[1, 128\]"),
-        (FP8 | {"fmt": "e5m2"}, "'fp8'"),
+        (FP8 | {"fmt": "e5m2"}, "'fp8' and fmt 'e5m2'"),
         (MXFP4, "'mxfp4'"),  # the layout of gpt-oss, which Qwen3-MoE has not
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         (["fp8"], "None"),
@@ -300,6 +335,9 @@ def integers(tensors: Tensors) -> None:
             powers_of_two,
             "",
         ),
+        # MiniMax-M2 names torch's data type; others have no such key.
+        (FP8 | {"fmt": "float8_e4m3fn", "activation_scheme": "dynamic"}, powers_of_two, ""),
+        ({key: FP8[key] for key in ("quant_method", "weight_block_size")}, powers_of_two, ""),
         (FP8, one_byte_powers, "_scale_inv in model.safetensors has data type F8_E8M0"),
         (FP8, factors_by_row, "has data type F8_E4M3 and no"),
         (packed_settings(), permuted, "_g_idx in model.safetensors has data type I32"),
@@ -340,6 +378,12 @@ def test_the_text_model_of_a_quantised_whole_is_read_with_its_factors(tmp_path: 
         reader.require(shape)
         expected = (stored.float() * factor[0, 0]).bfloat16()
         assert torch.equal(reader.read(f"model.{name}"), expected)
+
+
+def test_experts_whose_gate_and_up_alternate_are_not_read_in_fp8(tmp_path: Path) -> None:
+    config = json.loads((family_checkpoint(tmp_path, "gpt_oss") / "config.json").read_text())
+    with pytest.raises(ShapeError, match="'fp8' and experts whose gate and up alternate in one"):
+        ModelShape.from_hf({**config, "quantization_config": FP8})
 
 
 def test_mxfp4_has_the_exponents_of_transformers() -> None:
