@@ -209,9 +209,9 @@ def export(name: str) -> None:
     for key in given.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
         assert config.get(key) == 0, key
         del given[key]
-    for key in (
-        given.keys() - {"torch_dtype", "dtype", "quantization_config"} - {"transformers_version"}
-    ):
+    assert "auto_map" not in config, "code that the export does not have"
+    changed = {"torch_dtype", "dtype", "quantization_config", "auto_map", "transformers_version"}
+    for key in given.keys() - changed:
         if key not in ("architectures", "model_type") or not layout.wrapper:
             assert config.get(key) == given[key], key
     if not layout.has_engine:
