@@ -153,6 +153,18 @@ def _check_judge(config: Config, found: Findings) -> None:
     if "{response}" not in template:
         fix = "put it where the response belongs"
         found.add("reward.prompt_file", "has no {response} in it", fix)
+    known = "question", "answer", "response"
+    for name in dict.fromkeys(re.findall(r"\{\{ *(\w+) *\}\}", template)):
+        if name in known:
+            rule = f"has {name} in two pairs of braces, and the judge would be shown one of them"
+            found.add(
+                "reward.prompt_file", rule, f"write {{{name}}}; other braces stay as they are"
+            )
+    for name in dict.fromkeys(re.findall(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})", template)):
+        if name not in known:
+            rule = f"has {{{name}}}, which the judge would be shown as it is"
+            fix = f"use {', '.join(f'{{{each}}}' for each in known)}, or another form of brackets"
+            found.add("reward.prompt_file", rule, fix)
     if "{answer}" in template and not config.data.answer_key and not config.eval.only:
         which = "it" if reward.prompt_file else "the built-in prompt of a judge"
         rule = f"{which} shows the reference answer, and data.answer_key = '' leaves it out"

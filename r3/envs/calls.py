@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from r3.metrics.users import checked_metrics
+from r3.runtime.process_state import restored
 from r3.types import Message, Prompt
-from r3.user_code.calls import awaited
-from r3.user_code.loading import load
+from r3.user_code.calls import CallError, awaited
+from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem
+from r3.user_code.time_limit import time_limit
 from r3.user_code.values import flag, number, own_copy
 
 Observed = (
@@ -113,19 +115,72 @@ def checked_step(value: Any) -> Step:
     return step
 
 
+Shown = tuple[tuple[Any, ...], tuple[str, ...]]
+"""Tools and stop strings of an environment or a workflow."""
+
+
+def shown_by(instance: Any) -> Shown:
+    """Return copies of `tools` and `stop`.
+
+    Raises:
+        TypeError: one of them is no list.
+    """
+    found = {}
+    for name in ("tools", "stop"):
+        value = getattr(instance, name, ())
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            kind = type(instance).__name__
+            raise TypeError(f"{kind}.{name} is {value!r}, not a list or tuple. Write a list")
+        found[name] = tuple(own_copy(list(value)))
+    return found["tools"], found["stop"]
+
+
+def require_same(before: Shown, instance: Any, method: str) -> None:
+    """Raise CallError if an instance shows the model something else than its run was told."""
+    for name, then, now in zip(("tools", "stop"), before, shown_by(instance), strict=True):
+        if now != then:
+            others = "a row may have its own (data.tools_key)" if name == "tools" else "or env.stop"
+            raise CallError(
+                f"{type(instance).__name__}.{method} changed self.{name} to {now!r}, of which the "
+                f"model sees nothing. Set it in the class or in __init__; {others}",
+                again=False,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How an environment is created: its class, or in workers the path of a user's, and
-    arguments.
+    """How an environment is created: its class, or in workers the path of a user's, arguments, and
+    what it shows the model.
     """
 
     found: Callable[..., Environment] | str
     arguments: Mapping[str, Any]
+    shown: Shown = ((), ())
 
     def create(self) -> Environment:
         """Create one."""
         found = load(self.found) if isinstance(self.found, str) else self.found
-        return cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
+        made = cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
+        require_same(self.shown, made, "__init__")
+        return made
+
+
+def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str) -> Shown:
+    """Return what instances of a user's class show the model: `__init__` may set it.
+
+    Raises:
+        ConfigError: an instance cannot be created, or shows something unusable.
+    """
+    late = UserFileError(f"it was not done after {START_LIMIT_S:g} s")
+    try:
+        with restored(spec):
+            made = time_limit(lambda: found(**own_copy(arguments)), START_LIMIT_S, lambda: late)
+            return shown_by(made)
+    except Exception as error:  # a user's class may raise anything
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        name = spec.rpartition(":")[2]
+        rule = f"{name}({given}) raised {type(error).__name__}: {as_named(str(error))}"
+        raise problem("env.path", spec, rule, "correct the class") from error
 
 
 # What the methods return, checked. "" only creates the environment.
@@ -137,21 +192,26 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Any]:
+def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Shown, Any]:
     """Return an environment, which may have to be created, and what its method returns."""
     environment = state.create() if isinstance(state, Source) else state
-    return environment, getattr(environment, method)(*own_copy(arguments)) if method else None
+    shown = shown_by(environment)
+    value = getattr(environment, method)(*own_copy(arguments)) if method else None
+    return environment, shown, value
 
 
 def call(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
-    environment, value = _started(state, method, arguments)
+    environment, shown, value = _started(state, method, arguments)
     value = awaited(_settled(value)) if inspect.isawaitable(value) else value
+    require_same(shown, environment, method)
     return environment, _CHECKS[method](value)
 
 
 async def call_async(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
-    environment, value = _started(state, method, arguments)
-    return environment, _CHECKS[method](await _settled(value))
+    environment, shown, value = _started(state, method, arguments)
+    value = await _settled(value)
+    require_same(shown, environment, method)
+    return environment, _CHECKS[method](value)
 
 
 async def _settled(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, cast
 
 from r3.config import ConfigError, EnvConfig
@@ -79,11 +78,4 @@ def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
             raise refuse(rule, f"write `{definition}`") from None
         if workflow and not inspect.iscoroutinefunction(function):
             raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
-    for attribute in ("tools", "stop"):
-        if isinstance(value := getattr(found, attribute, ()), str) or not isinstance(
-            value, Sequence
-        ):
-            raise refuse(
-                f"{name}.{attribute} is {value!r}, not a list or tuple", "write a list, even of one"
-            )
     return cast("type[Environment] | type[Workflow]", found)

@@ -12,12 +12,11 @@ from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
-from r3.envs.calls import Environment, Source, call, call_async, call_in_worker
+from r3.envs.calls import Environment, Source, announced, call, call_async, call_in_worker
 from r3.envs.find import ENVIRONMENTS, find
 from r3.types import Message, Prompt
 from r3.user_code.calls import Failure
-from r3.user_code.values import own_copy
-from r3.user_code.workers import Done, Here, Place, Pool, Processes, Threads
+from r3.user_code.workers import Done, Here, InLane, Lane, Place, Pool, Processes, Threads
 
 _CLOSE_POLL_S = 0.2
 
@@ -37,9 +36,9 @@ class Environments:
     """One environment per conversation in flight, by key.
 
     Built-in environments take microseconds and run in the caller's thread. A user's environment
-    runs in threads, as an `async def` on an event loop, or, with `env.workers`, in processes. It
-    then travels to a worker and back, pickled, with every call, so a worker that is killed loses
-    nothing.
+    runs in a thread of its own, as an `async def` on the event loop, or, with `env.workers`, in
+    processes. It then travels to a worker and back, pickled, with every call, so a worker that is
+    killed loses nothing.
 
     An environment with a method `close` is closed exactly once when its conversation ends, however
     it ends. If a call failed in a worker process, `close` gets the environment as it was before
@@ -63,9 +62,10 @@ class Environments:
         self._name = settings.path or settings.name
         arguments = keyword_arguments(settings.args)
         by_path = settings.workers and settings.path  # workers load the file themselves
-        self._source = Source(settings.path if by_path else self._class, arguments)
-        self.tools: Sequence[Any] = own_copy(tuple(getattr(self._class, "tools", ())))
-        self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
+        shown = announced(self._class, arguments, self._name)
+        self._source = Source(settings.path if by_path else self._class, arguments, shown)
+        self.tools: Sequence[Any] = shown[0]
+        self.stop = tuple(dict.fromkeys([*shown[1], *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
         self._has_close = hasattr(self._class, "close")
         is_async = any(
@@ -82,6 +82,8 @@ class Environments:
         else:
             place = Threads() if settings.path else Here()
         self._pool = Pool(place, timeout_s=settings.timeout_s, retries=settings.retries)
+        self._has_lanes = isinstance(place, Threads) and not is_async
+        self._lanes: dict[int, Lane] = {}
         # The environments themselves, or their pickles if they run in workers.
         self._states: dict[int, Any] = {}
         self._created: dict[int, Prompt] = {}  # conversations whose environment is being created
@@ -102,13 +104,13 @@ class Environments:
             # Created in a call of its own, so that it can be closed if `reset` fails.
             self._created[key] = prompt
             self._opening.add(key)
-            self._pool.submit(key, self._create, "", self._source)
+            self._pool.submit(key, self._in_lane(key, self._create), "", self._source)
         else:
-            self._pool.submit(key, self._call, "reset", self._source, prompt)
+            self._pool.submit(key, self._in_lane(key), "reset", self._source, prompt)
 
     def send(self, key: int, message: Message) -> None:
         """Give the environment of a conversation the model's message."""
-        self._pool.submit(key, self._call, "step", self._states[key], message)
+        self._pool.submit(key, self._in_lane(key), "step", self._states[key], message)
 
     def suspend(self, key: int) -> bytes:
         """Remove the environment of a conversation that a later step resumes.
@@ -126,6 +128,7 @@ class Environments:
             except Exception as error:  # the user's objects may raise anything
                 raise StateError(f"{type(error).__name__}: {error}") from error
         del self._states[key]
+        self._end_lane(key)
         return bytes(state)
 
     def resume(self, key: int, state: bytes) -> None:
@@ -141,6 +144,7 @@ class Environments:
         if self._has_close:
             try:
                 self._close(-1, self._restored(state))
+                self._end_lane(-1)
             except StateError as error:
                 self._warn_of_close(Failure("error", str(error)))
 
@@ -157,6 +161,7 @@ class Environments:
         state = self._states.pop(key, None)
         if state is not None and self._has_close:
             self._close(key, state)
+        self._end_lane(key)
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         """Return what environments returned: their first messages, a `Step`, or a failure.
@@ -179,7 +184,7 @@ class Environments:
                 if prompt is None:
                     replies.append(Done(key, value, None))
                 elif not self._is_ending:
-                    self._pool.submit(key, self._call, "reset", self._states[key], prompt)
+                    self._pool.submit(key, self._in_lane(key), "reset", self._states[key], prompt)
                     continue
             self._opening.discard(key)
         return replies
@@ -214,11 +219,26 @@ class Environments:
         """Close environments that are still open, then end workers and threads."""
         self.close_all()
         self._pool.close()
+        for key in list(self._lanes):
+            self._end_lane(key)
+
+    def _in_lane(self, key: int, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A call that runs in the thread of its conversation, if conversations have threads."""
+        function = function or self._call
+        if not self._has_lanes:
+            return function
+        if key not in self._lanes:
+            self._lanes[key] = Lane()
+        return InLane(self._lanes[key], function)
+
+    def _end_lane(self, key: int) -> None:
+        if lane := self._lanes.pop(key, None):
+            lane.end()
 
     def _close(self, key: int, state: Any) -> None:
         self._num_closing += 1
         # Never retried: an environment is closed once.
-        self._pool.submit_once(_Closing(key), self._call, "close", state)
+        self._pool.submit_once(_Closing(key), self._in_lane(key), "close", state)
 
     def _warn_of_close(self, failure: Failure) -> None:
         if not self._close_failed:

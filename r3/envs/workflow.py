@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
+from r3.envs.calls import announced, require_same
 from r3.envs.tool_calls import Parsed
 from r3.metrics.users import checked_metrics
 from r3.types import Message, Prompt
@@ -295,11 +296,12 @@ class Workflows:
     def __init__(self, settings: EnvConfig, found: type[Workflow]) -> None:
         """Take a class; the event loop starts with the first episode."""
         self.settings = settings
-        self.tools: Sequence[Any] = own_copy(tuple(getattr(found, "tools", ())))
-        self.stop = tuple(dict.fromkeys([*getattr(found, "stop", ()), *settings.stop]))
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._class = found
         self._arguments = keyword_arguments(settings.args) | settings.command_arguments
+        self._shown = announced(found, self._arguments, settings.path or found.__name__)
+        self.tools: Sequence[Any] = self._shown[0]
+        self.stop = tuple(dict.fromkeys([*self._shown[1], *settings.stop]))
         # Episodes limit their own time. `env.workers` limits commands; other workflows refuse it.
         limit = settings.workers or float("inf")
         self._pool = Pool(Threads(), timeout_s=float("inf"), retries=settings.retries, limit=limit)
@@ -385,6 +387,7 @@ class Workflows:
             value = await workflow.run(own_copy(task), model)
             if own_time.expired:  # it caught its cancellation
                 raise asyncio.CancelledError
+            require_same(self._shown, workflow, "run")
             return checked_result(value, episode.num_calls), None
         except ModelLimit as limit:
             return None, limit

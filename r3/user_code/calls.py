@@ -134,12 +134,18 @@ def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[A
         return None, failure_of(error)
 
 
-# Errors of Python and math-verify about a time limit that a function sets in a thread.
-_SIGNALS = ("signal only works in main thread", "signal.alarm()")
+# Parts of errors about what only another thread can do, and what to do about them.
+_SIGNALS = ("signal only works in main thread", "signal.alarm()")  # of Python and math-verify
 _NO_SIGNALS = (
     "The function sets a time limit of its own by a signal, which threads cannot. Run it in "
     "processes (--reward.workers 2, or --env.workers 2 for an environment), or switch its limit "
     "off (math-verify: parsing_timeout=None, timeout_seconds=None)."
+)
+_THREADS = ("that same thread", "a different thread", "event loop in thread")
+_OTHER_THREAD = (
+    "R3 calls a reward function in a new thread each time, and all methods of an environment in "
+    "one. Open in the call, or in `reset`, what belongs to a thread, or use processes "
+    "(--reward.workers 2), which load and call in one thread. An `async def` has the event loop."
 )
 
 
@@ -151,8 +157,9 @@ def failure_of(error: BaseException) -> Failure:
     frames = _from_users_code(error.__traceback__) or error.__traceback__
     frames_text = traceback.format_exception(type(error), error, frames, limit=-6)
     text = as_named("".join(frames_text).rstrip())
-    if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):
-        text += f"\n{_NO_SIGNALS}"
+    for signs, advice in ((_SIGNALS, _NO_SIGNALS), (_THREADS, _OTHER_THREAD)):
+        if any(sign in str(error) for sign in signs):
+            text += f"\n{advice}"
     return Failure("error", text)
 
 

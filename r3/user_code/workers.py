@@ -245,6 +245,47 @@ class Here(Place):
         self._ended.put((token, *outcome(function, arguments)))
 
 
+class Lane:
+    """A thread for calls that follow one another: what they open may belong to their thread."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        name = f"r3-lane-{id(self)}"
+        threading.Thread(target=_work_off, args=(self._work,), daemon=True, name=name).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Run a function after those before it."""
+        self._work.put(work)
+
+    def leave(self) -> None:
+        """Go on in another thread: a call hangs in this one."""
+        self.end()
+        self._begin()
+
+    def end(self) -> None:
+        """End the thread after what it has to do."""
+        self._work.put(None)
+
+
+def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (function := work.get()) is not None:
+        function()
+
+
+@dataclass(frozen=True, slots=True)
+class InLane:
+    """A function whose calls `Threads` makes in a lane."""
+
+    lane: Lane
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
 class Threads(Place):
     """A thread for each call that waits for something else; coroutines share the event loop.
 
@@ -256,6 +297,7 @@ class Threads(Place):
     def __init__(self) -> None:
         super().__init__()
         self._tasks: dict[int, Any] = {}
+        self._lanes: dict[int, Lane] = {}
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._used.add(self)
@@ -264,7 +306,11 @@ class Threads(Place):
             self._tasks[token] = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
         else:
             work = lambda: self._ended.put((token, *outcome(function, arguments)))  # noqa: E731
-            threading.Thread(target=work, daemon=True, name=f"r3-call-{token}").start()
+            if isinstance(function, InLane):
+                self._lanes[token] = function.lane
+                function.lane.put(work)
+            else:
+                threading.Thread(target=work, daemon=True, name=f"r3-call-{token}").start()
 
     async def _await(
         self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]
@@ -279,11 +325,14 @@ class Threads(Place):
     def abandon(self, token: int) -> None:
         if token in self._tasks:
             self._tasks.pop(token).cancel()
+        if token in self._lanes:
+            self._lanes.pop(token).leave()
 
     def collect(self, timeout_s: float) -> list[Ended]:
         ended = super().collect(timeout_s)
         for token, _, _ in ended:
             self._tasks.pop(token, None)
+            self._lanes.pop(token, None)
         return ended
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ are put behind the model's.
 from __future__ import annotations
 
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3 import assets
 from r3.checks import problems
 from r3.config import ConfigError, EnvConfig
 from r3.envs.calculator import Calculator, evaluate
@@ -21,6 +24,7 @@ from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import parsed_calls
 from r3.rollout.conversation import readable_message
+from r3.rollout.task import read_task
 from tests.environments import collect, prompt, said
 from tests.tiny import tiny_config
 
@@ -76,7 +80,7 @@ def test_a_users_file_is_refused_by_name(
     assert bool(found) == bool(said_early)
     assert said_early in "".join(found)
     with pytest.raises(ConfigError, match=r"env\.path") as error:
-        find(EnvConfig(path=spec))
+        Environments(EnvConfig(path=spec))
     assert said_late in str(error.value)
 
 
@@ -289,6 +293,136 @@ def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> N
     opened = collect(environments, 1)[0].value
     assert opened[0]["content"] == "a=b 4"
     environments.close()
+
+
+SHOWS = """
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+class Talk:
+    stop = ("of the class",)
+    def __init__(self, where="init", name="look_up", fails=False):
+        assert not fails
+        self.where, self.name = where, name
+        self.show("init")
+    def show(self, where):
+        if where == self.where:
+            self.tools = [{"type": "function", "function": {**TOOL["function"], "name": self.name}}]
+            self.stop = ["from " + where]
+    def reset(self, prompt):
+        self.show("reset")
+        return prompt.messages
+    def step(self, message):
+        self.show("step")
+        return [], 1.0, True
+
+class Slowly(Talk):
+    async def step(self, message):
+        return super().step(message)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["Talk", "Slowly"])
+def test_an_environment_shows_what_its_instances_have(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "shows.py"
+    file.write_text(SHOWS)
+    env = {"path": f"{file}:{name}", "args": ("name=find_it",), "workers": workers}
+    model = {"path": str(assets.TINY_MOE_TOOLS)}
+    task = read_task(tiny_config(model=model, eval={"path": ()}, env=env))
+    environments = task.conversation_setup.environment_calls
+    first = task.prompts.prompts[0]
+    assert "find_it" in task.tokenizer.decode(first.tokens_T) and environments.stop == (
+        "from init",
+    )
+    assert first.tools[0]["function"]["name"] == "find_it"
+    environments.open(0, first)
+    assert collect(environments, 1)[0].value == first.messages
+    environments.send(0, said("done"))
+    assert collect(environments, 1)[0].value.done
+    task.close()
+    # What is set later would be shown to no model.
+    for where in ("reset", "step"):
+        environments = Environments(
+            EnvConfig(path=f"{file}:{name}", workers=workers, args=(f"where={where}",))
+        )
+        assert (environments.tools, environments.stop) == ((), ("of the class",))
+        environments.open(0, first)
+        reply = collect(environments, 1)[0]
+        if where == "step":
+            assert reply.failure is None
+            environments.send(0, said("done"))
+            reply = collect(environments, 1)[0]
+        assert reply.failure is not None
+        assert f"{name}.{where} changed self.tools to" in reply.failure.text
+        environments.close()
+    with pytest.raises(
+        ConfigError, match=r"shows.py:\w+': \w+\(fails=True\) raised AssertionError"
+    ):
+        Environments(EnvConfig(path=f"{file}:{name}", workers=workers, args=("fails=true",)))
+
+
+OF_A_THREAD = """
+import sqlite3, threading, time
+
+hung = []
+
+class Rows:
+    def reset(self, prompt):
+        self.base, self.thread = sqlite3.connect(":memory:"), threading.get_ident()
+        self.base.execute("create table said (text)")
+        return prompt.messages
+    def step(self, message):
+        if message["content"] == "hang" and not hung:
+            hung.append(True)
+            time.sleep(2.0)
+        if message["content"] == "hang":
+            return [], float(threading.get_ident() == self.thread), True
+        self.base.execute("insert into said values (?)", (message["content"],))
+        (count,) = self.base.execute("select count(*) from said").fetchone()
+        return [{"role": "user", "content": str(count)}], None, False
+
+class Closing(Rows):
+    def close(self):
+        self.base.close()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*close.. failed")  # after the call that hangs
+@pytest.mark.parametrize("name", ["Rows", "Closing"])
+def test_calls_of_a_conversation_are_made_in_one_thread(name: str, tmp_path: Path) -> None:
+    """SQLite's connections and browsers raise errors in any other."""
+    file = tmp_path / "rows.py"
+    file.write_text(OF_A_THREAD)
+    environments = Environments(EnvConfig(path=f"{file}:{name}", timeout_s=1.0, retries=1))
+    for key in range(3):
+        environments.open(key, prompt())
+    threads = {reply.failure or key for key, reply in collect(environments, 3).items()}
+    assert threads == {0, 1, 2}
+    for turn in range(2):
+        for key in range(3):
+            environments.send(key, said("hello"))
+        for reply in collect(environments, 3).values():
+            assert reply.failure is None and reply.value.messages[0]["content"] == f"{turn + 1}"
+    assert len(lanes()) == 3
+    # A call that hangs keeps its thread; the retry is made in another one.
+    environments.send(0, said("hang"))
+    assert collect(environments, 1)[0].value.reward == 0.0
+    environments.forget(0)
+    for key in (1, 2):
+        environments.forget(key)
+    environments.close()
+    failed = environments.take_counts()
+    assert failed["timeouts"] == 1 and failed["errors"] == (name == "Closing"), "of close, once"
+    until = time.monotonic() + 20
+    while lanes():
+        assert time.monotonic() < until, "threads end with their conversations"
+        time.sleep(0.05)
+
+
+def lanes() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("r3-lane")]
 
 
 def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path) -> None:

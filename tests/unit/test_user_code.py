@@ -244,3 +244,19 @@ def test_a_new_loop_per_call_would_break_what_a_module_keeps(tmp_path: Path) -> 
     asyncio.run(score("", None))
     with pytest.raises(RuntimeError, match="different event loop"):
         asyncio.run(score("", None))
+
+
+def test_what_belongs_to_another_thread_names_the_fix(tmp_path: Path) -> None:
+    """A connection of the module: made where the file is imported."""
+    (tmp_path / "mine.py").write_text(
+        "import asyncio, sqlite3\nbase = sqlite3.connect(':memory:')\n"
+        "def score(response, prompt):\n    return base.execute('select 2').fetchone()[0]\n"
+        "def loops(response, prompt):\n    return asyncio.get_event_loop() and 1\n"
+    )
+    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    for name in ("score", "loops"):
+        scorer = make_scorer(RewardConfig(function=(f"{tmp_path}/mine.py:{name}",)))
+        with pytest.raises(RewardError, match=r"--reward\.workers 2"):
+            scorer(rollout, prompt())
+        scorer.close()
+    assert of_reward(tmp_path / "mine.py", 1) == 2

@@ -445,6 +445,34 @@ def test_stop_names_the_sample_and_the_line(play: Play) -> None:
         play("Mixed", prompts=8)
 
 
+SHOWS = """
+class Shows:
+    def __init__(self, where="init"):
+        self.where = where
+        self.show("init")
+    def show(self, where):
+        if where == self.where:
+            self.tools = [{"type": "function", "function": {"name": "look_up"}}]
+            self.stop = ["from " + where]
+    async def run(self, task, model):
+        self.show("run")
+        await model.chat(task.messages)
+        return 1.0
+"""
+
+
+def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
+    play.tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
+    play.file.write_text(SHOWS)
+    assert play("Shows").rewards == [1.0]
+    (turn,) = play.turns
+    assert "look_up" in play.tokenizer.decode(turn.tokens_T)
+    assert turn.sampling.stop == ("from init",)
+    with pytest.raises(EnvironmentFailed, match=r"Shows.run changed self.tools to .*__init__"):
+        play("Shows", args=("where=run",))
+    assert "look_up" not in play.tokenizer.decode(play.turns[1].tokens_T)
+
+
 def test_a_retry_lives_the_episode_again(play: Play) -> None:
     collected = play("Once", retries=1)
     assert shape(collected) == [(0, 0, 1)] and collected.rewards == [1.0]
