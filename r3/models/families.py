@@ -165,13 +165,17 @@ PROOFS = {
 """What is tested for a family, on small random checkpoints and on the embedded model."""
 
 
-def _llama(_hf: HfConfig) -> dict[str, Any]:
+def _llama(hf: HfConfig) -> dict[str, Any]:
     """Llama (arXiv 2302.13971, 2307.09288): the plain dense decoder."""
+    # vLLM follows these, which other families with this class have.
+    hf.refuse("bias", "qkv_bias")
+    hf.only("logit_scale", 1.0)
     return {}
 
 
-def _qwen2(_hf: HfConfig) -> dict[str, Any]:
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
     """Qwen2 (arXiv 2407.10671): biases on queries, keys and values."""
+    hf.refuse("qk_norm")
     return {"qkv_bias": True}
 
 
@@ -199,6 +203,7 @@ def _qwen_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen3-MoE (arXiv 2505.09388): softmax router, no shared expert."""
+    hf.refuse("shared_expert_intermediate_size")
     return _qwen3(hf) | _qwen_moe(hf)
 
 
@@ -220,7 +225,6 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     """The text model of Qwen3.5 and 3.6: as Qwen3-Next, experts in every layer."""
     hf.only("norm_topk_prob", True)
     hf.only("decoder_sparse_step", 1)
-    hf.only("attn_output_gate", True)
     hf.refuse("mlp_only_layers")
     moe = _qwen2_moe(hf) | {"norm_topk_prob": True, "qkv_bias": False}
     gate, up, down = (f"mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
@@ -236,6 +240,7 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    hf.only("attn_output_gate", True)
     state_dtype = hf.values.get("mamba_ssm_dtype") if not interleaved else None  # Qwen3.5's
     if state_dtype not in (None, "float32", "bfloat16"):
         raise ShapeError(f"mamba_ssm_dtype {state_dtype!r} must be float32 or bfloat16")
@@ -279,6 +284,7 @@ def _olmoe(hf: HfConfig) -> dict[str, Any]:
     hf.only("norm_topk_prob", False)
     hf.only("rms_norm_eps", 1e-5)
     hf.only("scoring_func", "softmax")
+    hf.refuse("sliding_window")
     return dict(
         qk_norm="all",
         num_experts=hf.number("num_local_experts", "num_experts"),
@@ -355,6 +361,7 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     hf.only("use_qk_norm", True)
     hf.only("qk_norm_type", "per_layer")
     hf.refuse("shared_intermediate_size", "attn_window_size")
+    hf.only("attn_type_list", [1] * hf.number("num_hidden_layers"))
     rotated = hf.number("rotary_dim")  # vLLM has no default
     share = rotated / hf.number("head_dim")
     HfConfig({**hf.values, **hf.rope.values}, hf.faults).only("partial_rotary_factor", share)

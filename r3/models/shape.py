@@ -39,6 +39,12 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 # Data types in safetensors files that weights may have. Packed and integer types are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
+# Keys that change what transformers or vLLM compute. Dropouts and router_jitter_noise do not: they
+# act in pre-training.
+_REFUSED = (
+    *("use_sliding_window", "dual_chunk_attention_config", "attention_chunk_size", "rswa_window"),
+    *("mlp_bias", "clip_qkv", "layer_scale", "llama_4_scaling"),
+)
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _SHOWN_SHARDS = 3
@@ -107,10 +113,9 @@ class ModelShape(ModelSizes):
         for name, value in family.implied.items():
             hf.only(name, value)
         hf.only("hidden_act", "silu")
-        hf.refuse("use_sliding_window", "mlp_bias", "clip_qkv")
+        hf.refuse(*_REFUSED)
         hf.refuse(*{"attention_bias"} - family.reads)
-        # With either, two passes over one text would give different scores.
-        hf.refuse("attention_dropout", "router_jitter_noise")
+        hf.only("is_causal", True)
         kinds = () if "layer_types" in family.reads else values.get("layer_types") or ()
         if any(kind != "full_attention" for kind in kinds):
             hf.faults.append("layer_types other than 'full_attention' are not supported yet")
@@ -140,6 +145,7 @@ class ModelShape(ModelSizes):
             tied=bool(values.get("tie_word_embeddings", False)),
         )
         fields = family.fields(hf)
+        hf.refuse(*{"index_topk"} - fields.keys())
         alternate = fields.get("moe_names", MoeNames()).alternates
         common["quantised"] = quantised_by(hf, stacks_alternate=alternate)
         shape = cls(**(common | fields))

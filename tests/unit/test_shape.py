@@ -4,8 +4,11 @@ refused, by key.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import re
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -464,7 +467,18 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "num_attention_heads 8 is no multiple of num_key_value_heads 3",
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout is not supported"),
+        ("llama", {"bias": True, "qkv_bias": True}, "bias is not supported yet; qkv_bias is not"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5 is not supported, only 1.0 is"),
+        ("qwen3", {"is_causal": False}, "is_causal False is not supported, only True is"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention"),
+        ("qwen2", {"qk_norm": True}, "qk_norm is not supported"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is"),
+        ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ("qwen3_next", {"layer_scale": True}, "layer_scale is not supported"),
+        ("olmoe", {"sliding_window": 64}, "sliding_window is not supported"),
+        ("deepseek_v3", {"index_topk": 2048}, "index_topk is not supported"),
+        ("glm-4.7-flash", {"index_topk": 2048}, "index_topk is not supported"),
+        ("minimax-m2", {"attn_type_list": [0, 1, 1]}, r"attn_type_list \[0, 1, 1\] is not supp"),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"]},
@@ -479,7 +493,6 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("qwen2_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("olmoe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("mixtral", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
-        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is not supported"),
         (
             "moonlight",
             {"num_key_value_heads": 4},
@@ -543,6 +556,91 @@ def test_what_is_not_supported_is_refused_by_its_key(
     hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
         ModelShape.from_hf(hf | keys)
+
+
+# Keys that transformers or vLLM read, and that change nothing R3 computes.
+WITHOUT_EFFECT = {
+    *("_attn_implementation", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
+    *("get_text_config", "use_cache", "max_model_len", "target_layer_count"),
+    *("attention_dropout", "router_jitter_noise"),  # in training mode only
+    # These act with use_sliding_window or index_topk only, which are refused.
+    *("sliding_window", "max_window_layers", "index_head_dim", "index_n_heads", "index_topk_freq"),
+    *("index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave"),
+    # Read by R3 out of a copy, or in another place of its own.
+    *("partial_rotary_factor", "rope_parameters", "num_experts_per_tok", "moe_router_dtype"),
+    # Of the models beside a text model.
+    *("vision_config", "text_config", "deepstack_visual_indexes", "depth", "in_channels"),
+    *("image_token_id", "video_token_id", "num_heads", "num_position_embeddings", "patch_size"),
+    *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "intermediate_size"),
+}
+
+
+class Recorded(dict[str, Any]):
+    """A config.json that knows which of its keys were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+
+def keys_read_by(file: Path) -> set[str]:
+    """Attributes of a model's configuration that a file of transformers or vLLM reads."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if re.fullmatch(r"(self\.)?(hf_|text_|hf_text_)?config", owner):
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            owner, key = node.args[:2]
+            if "config" in ast.unparse(owner) and isinstance(key, ast.Constant):
+                found.add(str(key.value))
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_key_that_a_reader_of_the_family_follows_is_read(
+    name: str, folders: dict[str, Path]
+) -> None:
+    """A key that R3 does not read, and that changes what is computed, must be refused by name."""
+    hf = Recorded(json.loads((folders[name] / "config.json").read_text()))
+    ModelShape.from_hf(hf)
+    (transformers,) = util.find_spec("transformers").submodule_search_locations
+    (vllm,) = util.find_spec("vllm").submodule_search_locations
+    models = Path(vllm) / "model_executor/models"
+    code = [
+        *Path(transformers, "models", hf["model_type"].removesuffix("_text")).glob("modeling_*.py")
+    ]
+    listed = re.search(
+        rf'"{hf["architectures"][0]}": \(\s*"(\w+)"', (models / "registry.py").read_text()
+    )
+    code += [models / f"{listed[1]}.py"] if listed else []
+    assert code
+    followed = set().union(*map(keys_read_by, code))
+    assert "hidden_size" in followed
+    if name == "qwen2":
+        assert "dual_chunk_attention_config" in followed, "Qwen2.5-1M crashed vLLM with it"
+    unread = followed - hf.read - WITHOUT_EFFECT
+    assert not unread, f"{unread} change what {name} computes and R3 reads nothing of them"
+
+
+def test_dropouts_and_noise_of_pre_training_change_nothing(folders: dict[str, Path]) -> None:
+    """Granite 3.0 has the first, Mixtral's users the second: both act in training mode only."""
+    hf = json.loads((folders["mixtral"] / "config.json").read_text())
+    noisy = hf | {"attention_dropout": 0.1, "router_jitter_noise": 0.01, "hidden_dropout": 0.1}
+    assert ModelShape.from_hf(noisy) == ModelShape.from_hf(hf)
 
 
 def test_kimi_k2_has_the_keys_of_deepseek_v3(folders: dict[str, Path]) -> None:
