@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class RunFiles(Protocol):
     @property
     def tensorboard(self) -> Path: ...
 
-    def append_metrics(self, row: Mapping[str, float]) -> None: ...
+    def append_metrics(self, row: Mapping[str, float]) -> bool: ...
 
 
 class Trace(Protocol):
@@ -89,6 +90,7 @@ class Meter:
         self._tracker, self._trace = tracker, trace
         self.last_row: dict[str, float] = {}
         self._unwritten: list[dict[str, float]] = []  # rows for which the disk had no room
+        self._has_written = False
         self._events: Any = None
         if self._run_dir and config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -96,6 +98,7 @@ class Meter:
             # A resumed run hides what the killed one wrote after the checkpoint it resumes from.
             purge_step = first_step + 1 if first_step else None
             self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
+            self._excepthook, threading.excepthook = threading.excepthook, self._end_of_thread
             self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
         self.last_step = first_step if first_step else -1  # a fresh run may report a step 0
         self._agreement: deque[tuple[int, dict[int, float]]] = deque(maxlen=STEPS)
@@ -212,8 +215,18 @@ class Meter:
 
     def _write_rows(self) -> None:
         while self._run_dir and self._unwritten:
-            self._run_dir.append_metrics(self._unwritten[0])
+            row = self._unwritten[0]
+            if self._run_dir.append_metrics(row) and self._has_written:
+                text = f"was removed or emptied: rows before step {row['step']:.0f} are lost"
+                self.console.line(f"metrics.jsonl {text}")
+            self._has_written = True
             del self._unwritten[0]
+
+    def _end_of_thread(self, args: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread raises the error in `_write_events`, too: no traceback beside it."""
+        module = type(args.thread).__module__
+        if not (module.startswith("tensorboard.") and issubclass(args.exc_type, OSError)):
+            self._excepthook(args)
 
     @contextmanager
     def _events_may_end(self) -> Iterator[None]:
@@ -294,6 +307,8 @@ class Meter:
         if self._events:
             with self._events_may_end():
                 self._events.close()
+        if threading.excepthook == self._end_of_thread:
+            threading.excepthook = self._excepthook
         if self._tracker:
             self._tracker.close(failed=failed)
 

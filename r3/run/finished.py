@@ -32,9 +32,9 @@ def says_finished(invocation: Invocation) -> bool:
     step = saved[-1][0] if saved else 0
     goal = Goal.of(flatten(config))
     try:
-        rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+        rows = _rows(run_dir)
         # Rows after the checkpoint are made again.
-        has_ended = goal.end(goal.values(row for row in rows if row.get("step", 0) <= step))
+        has_ended = goal.end(goal.values(row for row in rows if row["step"] <= step))
         # Fewer steps than the newest checkpoint has are refused later.
         if not saved or not (step == config.train.steps or has_ended):
             return False
@@ -61,20 +61,26 @@ def result(config: Config, run_dir: RunDir, step: int) -> str:
     A figure is left out unless it was measured before and after, the mismatch unless it was
     measured at all.
     """
-    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    rows = _rows(run_dir)
+    by_step = {row["step"]: row for row in rows}
+    before, after = by_step.get(0, {}), by_step.get(step, {}) if step else {}
     figures = [
-        f"{name} {key.rpartition('/')[2]} {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
-        for name, key in (headlines(rows[-1]).items() if len(rows) > 1 else ())
-        if key in rows[0]
+        f"{name} {key.rpartition('/')[2]} {before[key]:.3f} -> {after[key]:.3f}"
+        for name, key in headlines(after).items()
+        if key in before
     ]
     parts = [", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)]
     goal = Goal.of(flatten(config))
     values = goal.values(rows)
-    if best := best_step(values):
+    if (best := best_step(values)) is not None:
         where = run_dir.checkpoint(best)
         kept = f": {where}" if where.exists() else ", which has no checkpoint"
         parts.append(f"best after step {best}{kept}")
     return "; ".join([*parts, *filter(None, [goal.end(values)])])
+
+
+def _rows(run_dir: RunDir) -> list[dict[str, float]]:
+    return read_metrics(run_dir.metrics, notes=[]) if run_dir.metrics.exists() else []
 
 
 def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,8 +92,11 @@ class RunDir:
             return str(there) if there.exists() else path
         return path
 
-    def append_metrics(self, row: Mapping[str, float]) -> None:
+    def append_metrics(self, row: Mapping[str, float]) -> bool:
         """Add one line to metrics.jsonl; when this returns, the line survives a power cut.
+
+        Returns:
+            Whether it is the only line of the file.
 
         Raises:
             OSError: the line cannot be written; nothing of it is in the file.
@@ -107,6 +111,7 @@ class RunDir:
             except OSError:
                 file.truncate(end)
                 raise
+        return end == 0
 
 
 @contextmanager
@@ -192,9 +197,30 @@ def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
     return found
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl, or of the run folder that holds one, in order."""
-    return read_jsonl(RunDir(path).metrics if path.is_dir() else path)
+def read_metrics(path: Path, notes: list[str] | None = None) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl, or of the run folder that holds one, in order of their steps.
+
+    Of several rows of one step the last counts.
+
+    Args:
+        notes: gets a line about such rows, rows in another order and an incomplete last line.
+
+    Raises:
+        ValueError: a line before the last is no JSON object, or a row has no step.
+    """
+    file = RunDir(path).metrics if path.is_dir() else path
+    rows = read_jsonl(file, notes)
+    if odd := [row for row in rows if type(row.get("step")) is not int]:
+        raise ValueError(f"{file}: a row has no step: {str(odd[0])[:80]}")
+    steps = [row["step"] for row in rows]
+    by_step = {row["step"]: row for row in rows}
+    if notes is not None:
+        if again := sorted(step for step, count in Counter(steps).items() if count > 1):
+            text = f"step {again[0]} and {len(again) - 1} more" if again[1:] else f"step {again[0]}"
+            notes.append(f"{file.name}: several rows of {text}: the last one counts")
+        if list(by_step) != sorted(by_step):
+            notes.append(f"{file.name}: its rows were not in the order of their steps")
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
@@ -203,13 +229,14 @@ def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
     if not run_dir.metrics.exists():
         return [f"{name} is missing: rows before step {step} are lost"] if step > 1 else []
     notes: list[str] = []
-    rows = read_jsonl(run_dir.metrics, notes)
+    rows = read_metrics(run_dir.metrics, notes)
     kept = [row for row in rows if row["step"] < step]
     if dropped := len(rows) - len(kept):
         notes.append(f"{name}: {dropped} rows from step {step} on were dropped, to be made again")
-    last = kept[-1]["step"] if kept else -1
-    if last + 1 < step:
-        notes.append(f"{name}: rows of steps {last + 1:.0f} to {step - 1} are missing")
+    # Step 0 has a row only if the run has held-out prompts.
+    if missing := sorted({*range(1, step)} - {row["step"] for row in kept}):
+        text = f"{len(missing)} rows between steps {missing[0]} and {missing[-1]} are missing"
+        notes.append(f"{name}: {text}")
     with replacing(run_dir.metrics) as temporary:
         temporary.write_bytes(b"".join(map(jsonl_line, kept)))
     return notes

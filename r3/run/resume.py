@@ -21,7 +21,7 @@ from r3.config import (
 from r3.models.hf_checkpoint import replace_folder
 from r3.run.folder import (
     RunDir,
-    read_jsonl,
+    read_metrics,
     samples_after,
     step_folders,
     truncate_metrics,
@@ -118,16 +118,13 @@ def register_start(run_dir: RunDir, *, reached: int = 0) -> list[str]:
 
 def _rows(run_dir: RunDir) -> list[dict[str, float]]:
     """The rows of the run so far, without an incomplete last line."""
-    fix = "Fix: correct that line or remove it; it holds metrics and nothing else"
+    fix = "Fix: correct that row or remove it; it holds metrics and nothing else"
     try:
-        rows = read_jsonl(run_dir.metrics, notes=[])  # `truncate_metrics` returns them
+        return read_metrics(run_dir.metrics, notes=[])  # `truncate_metrics` returns them
     except FileNotFoundError:
         return []
     except ValueError as error:
         raise ResumeError(f"{error}. {fix}") from None
-    if odd := [row for row in rows if type(row.get("step")) is not int]:
-        raise ResumeError(f"{run_dir.metrics}: a row has no step: {str(odd[0])[:80]}. {fix}")
-    return rows
 
 
 def _times(count: int) -> str:

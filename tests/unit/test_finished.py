@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,14 +46,42 @@ def test_a_finished_run_says_so(run: RunDir, capsys: pytest.CaptureFixture[str])
     assert says_finished(invocation(run, **{"checkpoint.export": False}))
 
 
+METRIC = "eval/heldout/accuracy"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({0: 0.2, 2: 0.4, 3: 0.6}, "3 steps, heldout accuracy 0.200 -> 0.600; best after step 3"),
+        ({2: 0.4, 3: 0.6}, "3 steps; best after step 3"),  # not measured before training
+        ({0: 0.2, 2: 0.4}, "3 steps; best after step 2"),  # nor after it
+        ({0: 0.9, 3: 0.6}, "best after step 0, which has no checkpoint"),  # the starting model
+    ],
+)
+def test_figures_are_those_before_and_after_training(
+    values: dict[int, float],
+    expected: str,
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"step": step, METRIC: value} for step, value in values.items()]
+    write_text(run.metrics, "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tor')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the start says it, once
+        assert says_finished(invocation(run, **{"checkpoint.keep_best": METRIC}))
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_is_left_to_do_is_not_finished(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more in ({"train.steps": 4}, {"train.steps": 2}, {"eval.only": True}):
         assert not says_finished(invocation(run, **more)), more
     assert not says_finished(replace(invocation(run), check=True)), "a check is made all the same"
-    write_text(run.metrics, "nonsense\n{}\n")
-    assert not says_finished(invocation(run)), "the start names the damaged rows"
+    for damaged in ("nonsense\n{}\n", f'{{"{METRIC}": 0.5}}\n'):
+        write_text(run.metrics, damaged)
+        best = {"checkpoint.keep_best": METRIC}
+        assert not says_finished(invocation(run, **best)), "the start names the damaged rows"
     assert capsys.readouterr().out == ""
 
 

@@ -11,16 +11,19 @@ import re
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from r3.cli.help import columns as columns_help
 from r3.metrics.console import (
@@ -734,9 +737,8 @@ def test_rows_wait_for_room_and_leave_no_part(tmp_path: Path) -> None:
     assert re.findall(r"row of step (\d) not written", console.getvalue()) == ["2", "3"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_may_end_before_the_run(tmp_path: Path) -> None:
-    console = io.StringIO()
+    console, before = io.StringIO(), threading.excepthook
     run = meter(tmp_path, stream=console, log={"tensorboard": True})
     run.close_step(1)
     shutil.rmtree(tmp_path / "tensorboard")
@@ -746,3 +748,47 @@ def test_tensorboard_may_end_before_the_run(tmp_path: Path) -> None:
     run.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert console.getvalue().count("TensorBoard's events end here: ") == 1
+    assert threading.excepthook == before
+
+
+def test_the_thread_of_tensorboard_alone_shows_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.thread.name))
+
+    def fail(name: str) -> None:
+        """Let a thread of TensorBoard's fail, as on a disk that is full, and one of a user's."""
+        writer = EventFileWriter(str(tmp_path / name), flush_secs=0)
+        thread = writer._async_writer._worker
+        thread.name = name
+        shutil.rmtree(tmp_path / name)
+        for _ in range(2):
+            with suppress(OSError):
+                writer.add_event(Event(wall_time=1.0))
+        thread.join(10)
+        assert not thread.is_alive()
+        user = threading.Thread(target=lambda: (tmp_path / "absent").read_text(), name="user's")
+        user.start()
+        user.join()
+
+    run = meter(tmp_path / "run", log={"tensorboard": True})
+    fail("beside")
+    assert shown == ["user's"]
+    run.close()
+    fail("without")
+    assert shown == ["user's", "without", "user's"]
+
+
+def test_rows_that_vanish_in_mid_run_are_said(tmp_path: Path) -> None:
+    console = io.StringIO()
+    run = meter(tmp_path, stream=console)
+    for step in (1, 2):
+        run.close_step(step)
+    assert "removed" not in console.getvalue()
+    (tmp_path / "metrics.jsonl").unlink()
+    for step in (3, 4):
+        run.close_step(step)
+    said = "metrics.jsonl was removed or emptied: rows before step 3 are lost"
+    assert console.getvalue().count(said) == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [3, 4]

@@ -298,7 +298,26 @@ def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
     assert truncate_metrics(run_dir, 0) == []
     assert truncate_metrics(run_dir, 4) == ["metrics.jsonl is missing: rows before step 4 are lost"]
     run_dir.append_metrics({"step": 1})
-    assert truncate_metrics(run_dir, 4) == ["metrics.jsonl: rows of steps 2 to 3 are missing"]
+    assert truncate_metrics(run_dir, 4) == [
+        "metrics.jsonl: 2 rows between steps 2 and 3 are missing"
+    ]
+
+
+def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step, value in ((4, 1), (3, 1), (5, 1), (4, 2)):
+        assert run_dir.append_metrics({"step": step, "a": value}) == (step == 4 and value == 1)
+    assert truncate_metrics(run_dir, 6) == [
+        "metrics.jsonl: several rows of step 4: the last one counts",
+        "metrics.jsonl: its rows were not in the order of their steps",
+        "metrics.jsonl: 2 rows between steps 1 and 2 are missing",
+    ]
+    rows = [{"step": 3, "a": 1}, {"step": 4, "a": 2}, {"step": 5, "a": 1}]
+    assert read_jsonl(run_dir.metrics) == read_metrics(tmp_path) == rows
+    with run_dir.metrics.open("ab") as file:
+        file.write(b'{"a": 1}\n')
+    with pytest.raises(ValueError, match="a row has no step: {'a': 1}"):
+        read_metrics(tmp_path)
 
 
 def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path) -> None:
