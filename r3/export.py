@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from r3.policy.weight_slots import load, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir, step_folders
+from r3.run.manifest import DamageError, read_manifest
 from r3.run.prepare import refusing
 from r3.run.resume import Found
 from r3.run.sources import of_model, read_sources, settings_of
@@ -87,7 +89,11 @@ def parse(argv: Sequence[str]) -> Order:
     config = settings_of(run_dir)
     best = run_dir.checkpoints / "best"
     names = {None: max(saved)} | {str(step): step for step in saved}
-    names |= {"best": int(best.resolve().name.removeprefix("step_"))} if best.exists() else {}
+    if best.is_symlink() and best.exists():
+        names["best"] = int(best.resolve().name.removeprefix("step_"))
+    elif best.is_dir():  # as tools that follow links copy it
+        with suppress(DamageError):
+            names["best"] = read_manifest(best).step
     step = names.get(words.step, -1)
     kept = run_dir.path / "adapter" / f"step_{step:06d}" if words.adapter else run_dir.hf(step)
     to = words.to or kept

@@ -1,6 +1,7 @@
 """The best evaluation of a run (`checkpoint.keep_best`), and early stopping (`train.patience`).
 
-Both follow from the rows of metrics alone, which a resumed run keeps. So nothing else is stored.
+Both follow from the rows of metrics, which a resumed run keeps. Each checkpoint holds those values
+too: without them, a run whose metrics.jsonl was lost would delete its best checkpoint.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Goal:
             for row in rows
             if self.metric and math.isfinite(row.get(self.metric, math.nan))
         }
+
+    def rows(self, values: Mapping[int, float]) -> list[dict[str, float]]:
+        """The rows that have these values and nothing else."""
+        return [{"step": step, self.metric: self.sign * values[step]} for step in sorted(values)]
 
     def end(self, values: Mapping[int, float]) -> str:
         """Why a run with these evaluations ends after the last of them; "" if it goes on."""

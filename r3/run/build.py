@@ -17,8 +17,8 @@ from r3.metrics.trackers import Tracker
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
+from r3.run.lock import require_held
 from r3.run.resume import Start
-from r3.run.run_json import Identity, read_identity
 from r3.run.sources import users_files
 from r3.run.step_trace import StepTrace
 from r3.run.stop_signals import StopRequest
@@ -35,9 +35,13 @@ class Phases:
     Args:
         watchdog: told of each phase.
         files: of users' code, which may have changed in the phase before what the process is.
+        folder: of the run; a process that holds it ends if another folder has taken its place.
     """
 
-    def __init__(self, watchdog: Watchdog | None, files: Sequence[str]) -> None:
+    def __init__(
+        self, watchdog: Watchdog | None, files: Sequence[str], folder: Path | None = None
+    ) -> None:
+        self._folder = folder
         self._watchdog, self._who = watchdog, f"your code ({', '.join(files)})" if files else ""
         self._surroundings: Surroundings | None = None
         self._last = ""
@@ -51,8 +55,11 @@ class Phases:
         if self._watchdog:
             self._watchdog.beat(phase)
         # Not within a phase: a function may set a default for a moment, and set it back itself.
-        if phase != self._last and self._surroundings:
-            self._surroundings.restore(self._who)
+        if phase != self._last:
+            if self._surroundings:
+                self._surroundings.restore(self._who)
+            if self._folder:
+                require_held(self._folder)
         self._last = phase
 
 
@@ -93,11 +100,6 @@ class Run:
         """The engine of a run that samples."""
         assert self.built_engine is not None, "a run without generation has no engine"
         return self.built_engine
-
-    @property
-    def identity(self) -> Identity | None:
-        """Id and key of the run; None before it has a folder."""
-        return read_identity(self.folder.path)
 
     @property
     def steps_done(self) -> int:
@@ -209,7 +211,7 @@ def build_run(
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape, trains=not config.eval.only)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
-    phases = Phases(watchdog, users_files(config))
+    phases = Phases(watchdog, users_files(config), folder.path)
     # Evaluation alone writes samples, but no row among those of the training.
     trains = not config.eval.only
     meter = Meter(

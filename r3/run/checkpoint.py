@@ -62,6 +62,7 @@ def capture(
     step: int,
     keep: int,
     values: Mapping[int, float] | None = None,
+    evaluations: Sequence[Mapping[str, float]] = (),
     files: Mapping[str, bytes] | None = None,
     identity: Identity | None = None,
 ) -> Unwritten:
@@ -73,6 +74,7 @@ def capture(
     Args:
         keep: checkpoints older than the newest so many are deleted when the new one is on the disk.
         values: of the evaluations by step; the checkpoint of the highest is not deleted.
+        evaluations: the same as rows of metrics, for `r3.json`.
         files: further files of this rank, by names that no other rank gives.
         identity: of the run, for the manifest.
 
@@ -104,6 +106,7 @@ def capture(
             "update_number": policy.update_number,
             "optimizer_step": _optimizer_step(policy),
             "world_size": device.world_size,
+            "evaluations": list(evaluations),
         },
         identity=identity or Identity(run_id="", key=""),
         keep=keep,

@@ -7,6 +7,7 @@ from r3.rollout.heldout import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
 from r3.run.folder import write_json
+from r3.run.writing import SaveError
 from r3.runtime.terminal import say
 
 
@@ -30,7 +31,10 @@ def evaluate_alone(run: Run) -> None:
     evaluate(run, run.steps_done)
     row = run.meter.close_step(run.steps_done)
     if run.device.rank == 0:
-        write_json(run.folder.evaluated, {"step": run.steps_done, **row})
+        try:
+            write_json(run.folder.evaluated, {"step": run.steps_done, **row})
+        except OSError as error:
+            raise SaveError(f"{run.folder.evaluated}: not written: {error}") from error
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -50,6 +54,9 @@ def _evaluate_set(run: Run, heldout: HeldOut, step: int) -> None:
         )
     run.meter.add(result.metrics)
     if run.device.rank == 0:
-        write_eval(run.folder, step, heldout.name, result.rows)
+        try:
+            write_eval(run.folder, step, heldout.name, result.rows)
+        except OSError as error:
+            say(f"samples of {heldout.name} after step {step} not written: {error}", error=True)
         if result.note and step == run.steps_done:  # the first evaluation
             say(result.note, error=True)

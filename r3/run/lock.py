@@ -55,6 +55,7 @@ class RunLock:
     def __init__(self, descriptor: int, holder: Holder, path: Path) -> None:
         self._descriptor = descriptor
         self._path = path
+        self.folder = path.parent
         self._holder = holder
         self._stop = threading.Event()
         self._released = False
@@ -85,12 +86,16 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_S):
-            if self.is_lost:
-                # Every file that is written now makes half a folder, which no start can use.
-                text = f"{self._path.parent} was deleted or moved while the run wrote to it"
-                say(f"\n{text}. The run ends.", error=True)
-                os._exit(1)
+            self.require_there()
             self._write()
+
+    def require_there(self) -> None:
+        """End this process if another folder, or none, has the place of the one that it holds."""
+        if self.is_lost:
+            # What is written now makes half a folder, or changes another run's.
+            text = f"{self.folder} was deleted or moved while the run wrote to it"
+            say(f"\n{text}. The run ends.", error=True)
+            os._exit(1)
 
     @property
     def is_lost(self) -> bool:
@@ -124,6 +129,16 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def require_held(folder: Path) -> None:
+    """End this process if it holds a folder of this name that is no longer there.
+
+    The heartbeat does so within seconds; this is for what must not be written in between.
+    """
+    for lock in tuple(_held):
+        if lock.folder == folder:
+            lock.require_there()
 
 
 def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,13 @@ from r3.run.folder import (
 )
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
-from r3.run.run_json import is_automatic, new_identity, read_identity, write_identity
+from r3.run.run_json import (
+    Identity,
+    is_automatic,
+    new_identity,
+    read_identity,
+    write_identity,
+)
 from r3.run.sources import Sources, require_same_sources, write_sources
 
 _FRUITLESS_RESTARTS = 1
@@ -59,6 +66,7 @@ class Start:
     found: Found | None = None
     notes: tuple[str, ...] = ()
     lock: RunLock | None = None  # of the process that writes, until the run ends
+    identity: Identity | None = None  # of that process, read once: the file may vanish
 
 
 def find_latest(checkpoints: Path) -> Found | None:
@@ -72,14 +80,14 @@ def resume_note(found: Found) -> str:
     return f"resuming from {found.folder} after step {found.step}"
 
 
-def register_start(run_dir: RunDir, *, reached: int = 0) -> list[str]:
+def register_start(run_dir: RunDir, *, reached: int = 0) -> tuple[Identity, list[str]]:
     """Note this start in `run.json`, which the first start makes.
 
     Args:
         reached: the last step that the attempt before has reported.
 
     Returns:
-        A note if the folder is a copy of the run's.
+        The identity of the run, and a note if the folder is a copy of the run's or lost its key.
 
     Raises:
         ResumeError: launchers have restarted the run after the same step failed twice, or again
@@ -87,12 +95,14 @@ def register_start(run_dir: RunDir, *, reached: int = 0) -> list[str]:
     """
     found = find_latest(run_dir.checkpoints)
     identity = read_identity(run_dir.path)
+    notes = []
     if identity is None:
-        run_id = ""
-        if found is not None:  # checkpoints that were copied here keep the id of their run
-            with suppress(DamageError):
-                run_id = read_manifest(found.folder).run_id
-        identity = new_identity(run_id)
+        # Checkpoints that are here keep the id of their run.
+        ids = (_run_id(folder) for _, folder in reversed(step_folders(run_dir.checkpoints)))
+        identity = new_identity(next(filter(None, ids), ""))
+        if found is not None:
+            text = "run.json is missing: checkpoints with suspended conversations do not resume"
+            notes.append(f"{text} without the key in it; others do")
     step = found.step if found is not None else 0
     before, identity = identity, identity.placed(run_dir.path)
     identity = identity.started(step, reached=reached, automatic=is_automatic())
@@ -112,8 +122,14 @@ def register_start(run_dir: RunDir, *, reached: int = 0) -> list[str]:
         )
     if before.place and identity.tracker != before.tracker:
         place = f"{run_dir.path} is a copy of {before.place[1]}"
-        return [f"{place}: an experiment tracker gets its rows as another run"]
-    return []
+        notes.append(f"{place}: an experiment tracker gets its rows as another run")
+    return identity, notes
+
+
+def _run_id(checkpoint: Path) -> str:
+    with suppress(DamageError):
+        return read_manifest(checkpoint).run_id
+    return ""
 
 
 def _rows(run_dir: RunDir) -> list[dict[str, float]]:
@@ -186,7 +202,11 @@ def _open(
     overrides: str,
 ) -> Start:
     rows = _rows(run_dir)
-    copied = register_start(run_dir, reached=int(rows[-1]["step"]) if rows else 0) if writes else []
+    identity, registered = None, list[str]()
+    if writes:
+        _clear(run_dir)
+        reached = int(rows[-1]["step"]) if rows else 0
+        identity, registered = register_start(run_dir, reached=reached)
     found = find_latest(run_dir.checkpoints)
     if found is not None:
         problems = _beyond(config, run_dir, found)
@@ -195,7 +215,7 @@ def _open(
             problems += [other_run(run_dir.path, changes)] if changes else []
         if problems:
             raise ConfigError(problems)
-        notes = [resume_note(found), *copied]
+        notes = [resume_note(found), *registered]
         if sources is not None:
             now = sources()
             notes += require_same_sources(run_dir, now, config, refuse=not config.eval.only)
@@ -204,7 +224,7 @@ def _open(
             _write_settings(run_dir, config, overrides)
             if sources is not None:
                 write_sources(run_dir, now)
-        return Start(found=found, notes=tuple(notes))
+        return Start(found=found, notes=tuple(notes), identity=identity)
     notes = []
     if writes:
         exports = run_dir.exports
@@ -224,7 +244,18 @@ def _open(
         _write_settings(run_dir, config, overrides)
         if sources is not None:
             write_sources(run_dir, sources())
-    return Start(found=None, notes=tuple(notes))
+    return Start(found=None, notes=tuple(notes), identity=identity)
+
+
+def _clear(run_dir: RunDir) -> None:
+    """Remove what a kill in the middle of a write has left; the folder has no other writer."""
+    for folder in (".", "errors", "heartbeats", "rollouts", "eval"):
+        for file in (run_dir.path / folder).glob(".*.tmp"):
+            if ".scores." not in file.name:  # `r3.rescore` writes them beside a run
+                file.unlink(missing_ok=True)
+    for pattern in (".step_*.partial", ".*.old"):
+        for left in run_dir.checkpoints.glob(pattern):
+            shutil.rmtree(left)
 
 
 def _beyond(config: Config, run_dir: RunDir, found: Found) -> list[Problem]:

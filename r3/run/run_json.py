@@ -113,6 +113,11 @@ def read_identity(folder: Path) -> Identity | None:
         raise ConfigError([problem]) from None
 
 
+def has_identity(folder: Path) -> bool:
+    """Whether the file is there."""
+    return (folder / _NAME).exists()
+
+
 def write_identity(folder: Path, identity: Identity) -> None:
     """Write `run.json`, readable by its owner alone."""
     write_json(folder / _NAME, asdict(identity), private=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +47,9 @@ class Saver:
         self._goal = Goal.of(flatten(run.config))
         file, world = run.folder.metrics, run.mesh.world
         rows = read_metrics(file) if world.rank == 0 and file.exists() else []
+        if run.start.found:  # rows that were lost since are in the checkpoint
+            facts = json.loads((run.start.found.folder / "r3.json").read_text())
+            rows = [*facts.get("evaluations", []), *rows]
         self._values = world.all_gather_object(self._goal.values(rows))[0]
         self.last_step = run.config.train.steps
         if self._goal.end(self._values):
@@ -132,7 +136,8 @@ class Saver:
                     keep=run.config.checkpoint.keep,
                     values=self._values,
                     files=files,
-                    identity=run.identity,
+                    evaluations=self._goal.rows(self._values),
+                    identity=run.start.identity,
                 )
                 if now:
                     unwritten.write(run.mesh.world)

@@ -17,11 +17,10 @@ from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
 from r3.run.failures import FailureReport, resume_command
-from r3.run.folder import RunDir, write_text
+from r3.run.folder import write_text
 from r3.run.header import closing, header
 from r3.run.prepare import Prepared
 from r3.run.resume import ResumeError, Start
-from r3.run.run_json import read_identity
 from r3.run.sources import users_files
 from r3.run.stop_signals import REQUEUE, StoppedEarly
 from r3.run.verify_checkpoint import newest_whole
@@ -123,7 +122,7 @@ def _build(prepared: Prepared) -> Run:
         stage=watched,
         small_files=prepared.small_files,
         watchdog=prepared.watchdog,
-        tracker=start_tracker(config, folder),
+        tracker=start_tracker(config, start),
     )
     with ExitStack() as undo:
         undo.enter_context(run.meter)
@@ -137,13 +136,12 @@ def _build(prepared: Prepared) -> Run:
     return run
 
 
-def start_tracker(config: Config, folder: RunDir) -> Tracker | None:
+def start_tracker(config: Config, start: Start) -> Tracker | None:
     """The tracker of the run on rank 0; None if there is none, and for an evaluation alone."""
-    identity = read_identity(folder.path) if is_leader() else None
-    if config.log.tracker == "none" or config.eval.only or identity is None:
+    if config.log.tracker == "none" or start.identity is None:
         return None
     with stage(f"starting {config.log.tracker}"):
-        return Tracker(config, identity.tracker_id)
+        return Tracker(config, start.identity.tracker_id)
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:

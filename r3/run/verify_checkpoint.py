@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import zlib
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from r3.rollout.partial import FILE_PREFIX
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import DamageError, Manifest, faults, read_manifest
 from r3.run.resume import Found, ResumeError, Start, drop_after, resume_note
-from r3.run.run_json import read_identity
+from r3.run.run_json import Identity
 from r3.runtime.mesh import Axis
 
 _SHOWN = 3
@@ -56,6 +57,11 @@ _OF_TENSORS = {
     *(f"torch {kind}Storage" for kind in ("Float", "BFloat16", "Half", "Double", "Long", "Int")),
     *(f"torch {kind}Storage" for kind in ("Short", "Char", "Byte", "Bool")),
 }
+# What unpickling bytes that are no pickle raises; sizes among them may be of any number.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError),
+    *(LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
+)
 _OTHER_REFERENCES = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 
 
@@ -78,7 +84,7 @@ def newest_whole(
         return start
     notes: list[str] = []
     for step, folder in reversed(step_folders(run_dir.checkpoints)):
-        damage = damage_of(folder, step, world, run_dir=None if config.eval.only else run_dir)
+        damage = damage_of(folder, step, world, identity=start.identity)
         if not damage:
             found = Found(folder=folder, step=step)
             if not notes:
@@ -109,36 +115,47 @@ def require_whole(folder: Path, step: int, world: Axis) -> None:
         raise ResumeError(_summary(folder, damage))
 
 
-def damage_of(folder: Path, step: int, world: Axis, *, run_dir: RunDir | None = None) -> list[str]:
+def damage_of(
+    folder: Path, step: int, world: Axis, *, identity: Identity | None = None
+) -> list[str]:
     """Return one line per fault of a checkpoint, the same on all ranks. All ranks must call.
 
+    No pickle is looked at before all ranks know that every file is as it was written.
+
     Args:
-        run_dir: the run that must have written it; None if any run may.
+        identity: of the run that must have written it, on rank 0; None if any run may.
     """
-    mine: list[str] = []
-    try:
+    names: list[str] = []
+
+    def files() -> list[str]:
         manifest = read_manifest(folder)
-        if world.rank == 0:
-            mine += _strangers(manifest, step, run_dir)
-        names = sorted(manifest.files)[world.rank :: world.size]
-        mine += faults(folder, manifest, names)
-        if not mine:
-            require_plain(folder, names)
-    except DamageError as error:
-        mine.append(str(error))
-    everything = [fault for part in world.all_gather_object(mine) for fault in part]
-    return list(dict.fromkeys(everything))  # every rank misses the same manifest
+        names.extend(sorted(manifest.files)[world.rank :: world.size])
+        strange = [] if world.rank else _strangers(manifest, step, identity)
+        return strange + faults(folder, manifest, names)
+
+    def pickles() -> list[str]:
+        require_plain(folder, names)
+        return []
+
+    for look in (files, pickles):
+        try:
+            mine = look()
+        except DamageError as error:
+            mine = [str(error)]
+        if found := [fault for part in world.all_gather_object(mine) for fault in part]:
+            return list(dict.fromkeys(found))  # every rank misses the same manifest
+    return []
 
 
-def _strangers(manifest: Manifest, step: int, run_dir: RunDir | None) -> list[str]:
+def _strangers(manifest: Manifest, step: int, identity: Identity | None) -> list[str]:
     """Why this is not a checkpoint of that step of that run."""
     found = []
     if manifest.step != step:
         found.append(f"it is of step {manifest.step}, not {step}")
-    identity = read_identity(run_dir.path) if run_dir else None
     if identity is None:
         return found
-    if manifest.run_id != identity.run_id:
+    # A checkpoint without an id was written after run.json had been removed in mid-run.
+    if manifest.run_id and manifest.run_id != identity.run_id:
         found.append(f"it is of run {manifest.run_id}, not {identity.run_id}")
     elif any(name.startswith(FILE_PREFIX) for name in manifest.files):
         if not manifest.is_signed_with(identity.key_bytes):
@@ -178,7 +195,7 @@ def require_plain(folder: Path, names: Collection[str]) -> None:
             with (folder / name).open("rb") as file, ZipFile(_Slice(file, offset, length)) as saved:
                 (pickled,) = [each for each in saved.namelist() if each.endswith("/data.pkl")]
                 named = _names(saved.read(pickled))
-        except (BadZipFile, OSError, RuntimeError, ValueError) as error:
+        except (BadZipFile, zlib.error, *_UNREADABLE) as error:
             raise DamageError(f"{name} is not as torch writes it ({error})") from None
         if strangers := sorted(named - _OF_TENSORS):
             raise DamageError(
@@ -237,16 +254,7 @@ def require_plain_metadata(path: Path) -> Any:
         has_planner_data = metadata.planner_data is not None
     except DamageError as error:
         raise DamageError(f"{path}: {error}; it was not read") from None
-    except (
-        pickle.UnpicklingError,
-        AttributeError,
-        EOFError,
-        IndexError,
-        KeyError,
-        OSError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _UNREADABLE as error:
         raise DamageError(f"{path}: not a checkpoint's metadata ({error})") from None
     others = entries - {"TensorStorageMetadata"}
     outside = sorted(str(place) for place in places if place.name != str(place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3.run.folder import RunDir
-from r3.run.watcher import SHOWS_STACKS, Beat
+from r3.run.watcher import MARK, SHOWS_STACKS, Beat, mark_of
 
 _WATCH = "import sys; sys.path.insert(0, {root!r}); from r3.run.watcher import main; main({words})"
 
@@ -49,6 +50,8 @@ class Watchdog:
         self._beats, self._stacks = (os.memfd_create(f"r3-{name}") for name in ("beats", "stacks"))
         fcntl.fcntl(self._stacks, fcntl.F_SETFL, os.O_APPEND)
         self._note(replace(self._last, at=time.monotonic()))
+        self._map = mmap.mmap(self._beats, 1)  # forked processes have it, also daemons
+        os.environ[MARK] = mark_of(os.getpid(), self._beats)
         faulthandler.register(SHOWS_STACKS, file=self._stacks, all_threads=True)
         words = [str(each) for each in (rank, size, os.getpid(), self._beats, self._stacks, says)]
         root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
@@ -65,6 +68,8 @@ class Watchdog:
         if process is not None:
             process.kill()
             process.wait()
+            os.environ.pop(MARK, None)
+            self._map.close()
             faulthandler.unregister(SHOWS_STACKS)
             os.close(self._beats)
             os.close(self._stacks)

@@ -7,7 +7,9 @@ stopped, or waits inside native code. Each rank has one. Ranks differ in how far
 watcher keeps a small file with the phase of its rank, and a report reads the files of all ranks.
 
 When the rank has ended, in whatever way, the watcher ends the processes that the rank had started:
-a pool that nobody closed would keep memory, ports and the console for ever.
+a pool that nobody closed would keep memory, ports and the console for ever. A daemon has left its
+parents and its session; it is known by what it inherits: forked ones map the file of the beats,
+programs have the variable `MARK`.
 
 Imports the standard library and a few small modules of R3 only, because it starts with each rank.
 """
@@ -25,7 +27,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,10 @@ _MAX_TICK_S = 5.0
 _MAX_NAMED = 16
 _STACKS_S = 3.0  # for a rank to write its stacks
 _END_S = 1.0  # for processes that end by themselves when the rank has ended
+MARK = "R3_WATCHED_BY"
+# Phases in which no users' code runs, and bytes that are read or written are progress.
+_OF_FILES = ("checkpoint of ", "export to ", "loading ", "verifying the checkpoint")
+_PIECE = 1 << 20
 _INTERRUPTED_S = 10.0  # between a second Ctrl-C and the end by force
 
 
@@ -88,6 +94,8 @@ class Watcher:
         self._started: dict[int, int] = {}  # processes of the rank, with their start times
         self._users_code = ""
         self._said_unwritable = False
+        self._mark, self._file = f"{MARK}={mark_of(pid, beats)}".encode(), os.fstat(beats).st_ino
+        self._moved, self._moved_at = 0, 0.0  # bytes that count as progress, and when
 
     def watch(self) -> None:
         """Watch until the rank has ended; then end what it had started."""
@@ -121,7 +129,12 @@ class Watcher:
         content = b""
         while content != (content := os.pread(self._beats, _RECORD, 0)):
             pass
-        return Beat(**json.loads(content.partition(b"\n")[0]))
+        beat, moved = Beat(**json.loads(content.partition(b"\n")[0])), _bytes_moved(self._pid)
+        if not beat.phase.startswith(_OF_FILES):
+            self._moved = moved
+        elif moved - self._moved >= _PIECE:
+            self._moved, self._moved_at = moved, time.monotonic()
+        return replace(beat, at=max(beat.at, self._moved_at))
 
     # --- heartbeats -----------------------------------------------------------------------------
 
@@ -297,8 +310,17 @@ class Watcher:
             and (
                 self._started.get(pid) == each.started
                 or (self._leads_session and each.session == self._pid)
+                or self._is_marked(pid)
             )
         ]
+
+    def _is_marked(self, pid: int) -> bool:
+        with suppress(OSError):  # another user's
+            if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return True
+            mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            return any("/memfd:r3-beats" in line and f" {self._file} " in line for line in mapped)
+        return False
 
 
 @dataclass(frozen=True)
@@ -320,6 +342,19 @@ def _read_process(pid: int) -> _Process | None:
 def _processes() -> dict[int, _Process]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return {pid: found for pid in pids if (found := _read_process(pid))}
+
+
+def mark_of(pid: int, beats: int) -> str:
+    """The value of `MARK` in what rank `pid` starts; `beats` is the file of its beats."""
+    return f"{pid}-{os.fstat(beats).st_ino}"
+
+
+def _bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written so far; 0 if the system does not tell."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0
 
 
 def _state(pid: int) -> str:

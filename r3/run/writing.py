@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from r3.models.hf_checkpoint import replace_folder
 from r3.run.best import best_step
 from r3.run.folder import step_folders, sync_to_disk
+from r3.run.lock import require_held
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
-from r3.run.run_json import Identity
+from r3.run.run_json import Identity, has_identity, write_identity
 from r3.runtime.mesh import Axis
 
 _T = TypeVar("_T")
@@ -80,7 +81,7 @@ class Unwritten:
     shards: dict[str, Any]
     files: Mapping[str, bytes]
     private: Mapping[str, bytes]
-    facts: Mapping[str, int]
+    facts: Mapping[str, Any]
     identity: Identity
     keep: int
     started: float
@@ -144,6 +145,10 @@ class Unwritten:
     def _publish(self, measured: list[dict[str, FileFacts]]) -> None:
         """Complete the folder and give it its name, when the disk has the files of all ranks."""
         partial, checkpoints = _partial(self.folder), self.folder.parent
+        require_held(checkpoints.parent)
+        # Without its run.json, the next start would have another key than the checkpoints.
+        if self.identity.run_id and not has_identity(checkpoints.parent):
+            write_identity(checkpoints.parent, self.identity)
         facts = {**self.facts, "seconds": round(time.time() - self.started, 3)}
         (partial / "r3.json").write_text(json.dumps(facts, indent=2))
         known = {name: one for part in measured for name, one in part.items()}
@@ -159,13 +164,16 @@ class Unwritten:
         saved = dict(step_folders(checkpoints))
         best = best_step({step: self.values[step] for step in saved if step in self.values})
         links = {"latest": self.folder} | ({} if best is None else {"best": saved[best]})
-        for name, folder in links.items():
-            link = checkpoints / f".{name}.partial"
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder.name)
-            os.replace(link, checkpoints / name)
-        if best is None:
-            (checkpoints / "best").unlink(missing_ok=True)
+        for name in ("latest", "best"):
+            link, new = checkpoints / name, checkpoints / f".{name}.partial"
+            if link.is_dir() and not link.is_symlink():  # as tools that follow links copy it
+                shutil.rmtree(link)
+            if name not in links:
+                link.unlink(missing_ok=True)
+                continue
+            new.unlink(missing_ok=True)
+            new.symlink_to(links[name].name)
+            os.replace(new, link)
         sync_to_disk(checkpoints)
         for step in list(saved)[: -self.keep] if self.keep else ():
             if step == best:

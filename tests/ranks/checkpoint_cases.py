@@ -27,7 +27,7 @@ from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import measure, read_manifest, write_manifest
 from r3.run.optimizer_state import KEYS, gathered_state
 from r3.run.resume import Found, ResumeError, Start, find_latest
-from r3.run.run_json import new_identity, write_identity
+from r3.run.run_json import new_identity, read_identity, write_identity
 from r3.run.verify_checkpoint import newest_whole
 from r3.run.writing import Background, SaveError
 from r3.runtime.device import Device
@@ -145,6 +145,9 @@ def forge_tensor(folder: Path, content: bytes) -> None:
     forge(folder, place.relative_path, content, at=place.offset + place.length - len(content))
 
 
+# Pickles whose sizes, as those of a flipped bit, raise MemoryError and OverflowError.
+HUGE, HUGER = (b"\x80\x04\x8e" + size.to_bytes(8, "little") for size in (1 << 62, (1 << 64) - 1))
+
 # What is done to the newest of two checkpoints. Each takes the folder of the newest and the older.
 DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "bit of a moment": lambda new, old: flip_bit(new / "__0_0.distcp", -5000),
@@ -171,6 +174,12 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
         (new / "__1_0.distcp").unlink(),
         (new / "__1_0.distcp").mkdir(),
     ),
+    "metadata of another size": lambda new, old: (new / ".metadata").write_bytes(HUGE),
+    "metadata with a program": lambda new, old: (new / ".metadata").write_bytes(
+        pickle.dumps(Executed(f"{new}/executed"))
+    ),
+    "metadata forged": lambda new, old: forge(new, ".metadata", HUGE),
+    "metadata forged otherwise": lambda new, old: forge(new, ".metadata", HUGER),
     "metadata missing": lambda new, old: (new / ".metadata").unlink(),
     "common missing": lambda new, old: (new / "common.pt").unlink(),
     "backend missing": lambda new, old: (new / "metadata.json").unlink(),
@@ -232,7 +241,11 @@ def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
 
 def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resumed:
     """Find the checkpoint that a run would resume from."""
-    start = Start(found=find_latest(run_dir.checkpoints), notes=("as found",))
+    start = Start(
+        found=find_latest(run_dir.checkpoints),
+        notes=("as found",),
+        identity=None if device.rank else read_identity(run_dir.path),
+    )
     try:
         start = newest_whole(start, run_dir, config, mesh.world, writes=True)
     except ResumeError as error:

@@ -66,6 +66,8 @@ def attempts(device: Device, *, model: str, out: str, parallel: dict[str, int]) 
     values = {2: 0.3, 4: 0.5, 6: 0.4, 8: 0.5, 10: 0.9}
     found = []
     for stops_after, patience in ((4, 2), (99, 2), (99, 3)):
+        if device.rank == 0 and len(found) == 1:
+            run_dir.metrics.unlink()  # the second attempt knows the best from its checkpoint
         now = with_values(config, {"train.patience": patience})
         found.append(_attempt(now, device, mesh, policy, run_dir, values, stops_after))
         if device.rank == 0:

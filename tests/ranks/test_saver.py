@@ -24,7 +24,8 @@ def test_the_best_stays_exports_come_and_patience_ends_the_run(ranks: int, tmp_p
     # Saved after steps 2 and 4, which were better than all before, and after 3. The export of step
     # 3 failed, and the run went on.
     assert first.steps == [1, 2, 3, 4] and first.kept == [4] and first.exports == []
-    # Steps 6 and 8 are not better than 4: the count goes on over the resume, and the run ends.
+    # Steps 6 and 8 are not better than 4: the count goes on over the resume, although the rows
+    # were lost, and the run ends.
     assert second.steps == [5, 6, 7, 8]
     assert second.kept == [4, 8]
     assert (second.best, second.latest) == ("step_000004", "step_000008")

@@ -9,6 +9,7 @@ value counts as better, so that the run never ends.
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -96,6 +97,30 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert kept == {2: ["2"], 4: ["2", "4"], 6: ["2", "6"], 8: ["8"], 10: ["8", "10"]}
     assert (tmp_path / "best").resolve().name == "step_000008"
     assert (tmp_path / "latest").resolve().name == "step_000010"
+
+
+def test_links_that_were_copied_as_folders_become_links(tmp_path: Path) -> None:
+    """As `cp -rL`, rsync with -L and archives for object stores copy them."""
+    for step in (1, 2):
+        publish(tmp_path, step, keep=0, values={1: 0.5})
+    copy, link = tmp_path / "copy", tmp_path / "copy" / "best"
+    shutil.copytree(tmp_path, copy)
+    assert link.is_dir() and not link.is_symlink()
+    publish(copy, 3, keep=0, values={1: 0.5})
+    assert (link.readlink(), (copy / "latest").readlink()) == (Path("step_000001"),) + (
+        Path("step_000003"),
+    )
+    link.unlink()
+    shutil.copytree(copy / "step_000001", link)
+    publish(copy, 4, keep=0, values={})
+    assert not link.exists() and not list(copy.glob(".*"))
+
+
+def test_values_come_back_from_rows() -> None:
+    for sign in (1, -1):
+        goal = Goal(metric=METRIC, sign=sign)
+        values = goal.values(rows(0.1 + 0.2, None, 0.3))
+        assert goal.values(goal.rows(values)) == values == {0: sign * (0.1 + 0.2), 4: sign * 0.3}
 
 
 def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:

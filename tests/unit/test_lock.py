@@ -107,6 +107,50 @@ def test_a_folder_that_is_gone_ends_its_holder(
     assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in error
 
 
+_SWAPS = """
+import os, shutil, sys
+from pathlib import Path
+from r3.run.folder import RunDir
+from r3.run.lock import hold
+from r3.run.run_json import Identity
+from r3.run.writing import Unwritten
+mine, theirs = (RunDir(Path(sys.argv[1]) / name) for name in ("run", "theirs"))
+hold(mine.path)
+theirs.checkpoint(1).mkdir(parents=True)
+(theirs.checkpoint(1) / "r3.json").write_text("theirs")
+mine.path.rename(mine.path.with_name("moved"))
+theirs.path.rename(mine.path)
+if sys.argv[2] == "row":
+    from r3.run.build import Phases
+    Phases(None, (), mine.path).enter("report")
+    mine.append_metrics({"step": 1})
+else:
+    (mine.checkpoints / ".step_000001.partial").mkdir()
+    Unwritten(folder=mine.checkpoint(1), shards={}, files={}, private={}, facts={"step": 1},
+              identity=Identity(run_id="", key=""), keep=0, started=0.0)._publish([])
+print("written", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("what", [pytest.param("row", marks=pytest.mark.large), "checkpoint"])
+def test_nothing_is_written_into_a_run_that_took_the_place_of_this_one(
+    what: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SWAPS, str(tmp_path), what],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in done.stderr
+    assert (tmp_path / "run/checkpoints/step_000001/r3.json").read_text() == "theirs"
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
 def of_other_machine(folder: Path, *, beat: int, ended: bool = False) -> None:
     """What the lock file looks like if a run on another machine, whose flock is not seen here,
     wrote it.

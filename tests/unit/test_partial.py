@@ -21,7 +21,7 @@ from r3.routing.ledger import admit
 from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
 from r3.run.manifest import measure_durably, write_manifest
-from r3.run.run_json import new_identity, write_identity
+from r3.run.run_json import new_identity
 from r3.run.verify_checkpoint import damage_of
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError
@@ -228,13 +228,12 @@ def test_micro_batches_mark_sequences_of_older_versions() -> None:
 def test_conversations_in_a_checkpoint_need_the_signature_of_the_run(tmp_path: Path) -> None:
     """Their environments are pickles: what another may have written is not loaded."""
     owner = new_identity()
-    write_identity(tmp_path, owner)
     names = [path.name for path in saved(tmp_path).glob("*.bin")]
 
     def damage(key: bytes) -> str:
         facts = measure_durably(tmp_path, names)
         write_manifest(tmp_path, run_id=owner.run_id, step=1, files=facts, key=key)
-        return "; ".join(damage_of(tmp_path, 1, ALONE, run_dir=RunDir(tmp_path)))
+        return "; ".join(damage_of(tmp_path, 1, ALONE, identity=owner))
 
     for key in (b"", new_identity().key_bytes):
         assert "not signed with the key in run.json" in damage(key)

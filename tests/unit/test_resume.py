@@ -7,7 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
 from r3.run.folder import RunDir
 from r3.run.manifest import write_manifest
-from r3.run.resume import Found, Start, find_latest, open_run, register_start
-from r3.run.run_json import Identity, read_identity
+from r3.run.resume import Found, ResumeError, Start, find_latest, open_run, register_start
+from r3.run.run_json import Identity, read_identity, write_identity
 from r3.run.sources import read_sources, sources_of
 from r3.run.verify_checkpoint import newest_whole
 from r3.run.writing import Unwritten
@@ -236,9 +236,9 @@ def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
 
     def tracker_of(run_dir: RunDir, *, notes: int) -> str:
         run_dir.path.mkdir(exist_ok=True)
-        assert len(register_start(run_dir)) == notes
-        identity = read_identity(run_dir.path)
-        assert identity is not None
+        identity, said = register_start(run_dir)
+        written = read_identity(run_dir.path)
+        assert len(said) == notes and written and written.tracker_id == identity.tracker_id
         return identity.tracker_id
 
     own = tracker_of(run, notes=0)
@@ -279,6 +279,75 @@ def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path)
         start = newest_whole(Start(found=damaged), run_dir, tiny_config(), alone, writes=True)
         assert start.found == first and find_latest(run_dir.checkpoints) == first
     assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
+
+
+def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
+    """Removed in mid-run, and before a start: all checkpoints stay those of the run."""
+    run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
+    file = tmp_path / "run.json"
+
+    def start() -> Start:
+        opened = open_run(run_dir, tiny_config(train={"steps": 9}), writes=True)
+        assert opened.lock is not None
+        opened.lock.release()
+        return newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
+
+    def save(step: int, identity: Identity) -> None:
+        partial = run_dir.checkpoints / f".step_{step:06d}.partial"
+        partial.mkdir(parents=True)
+        (partial / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+        Unwritten(
+            folder=run_dir.checkpoint(step),
+            shards={},
+            files={},
+            private={},
+            facts={"step": step},
+            identity=identity,
+            keep=0,
+            started=0.0,
+        )._publish([])
+
+    own = start().identity
+    assert own is not None
+    save(1, own)
+    file.unlink()
+    save(2, own)
+    written = read_identity(tmp_path)
+    assert written is not None and (written.run_id, written.key) == (own.run_id, own.key)
+    assert file.stat().st_mode & 0o777 == 0o600
+    save(3, replace(own, key=""))  # as versions did that read the file at each save
+    save(4, Identity(run_id="", key=""))
+    file.unlink()
+    resumed = start()
+    assert resumed.found == Found(folder=run_dir.checkpoint(4), step=4)
+    assert resumed.identity is not None and resumed.identity.run_id == own.run_id
+    note, _ = resumed.notes[1:]
+    assert note.startswith("run.json is missing: checkpoints with suspended conversations do not")
+    assert len(start().notes) == 2, "a note about rows, and none about run.json"
+    # Control: of another run.
+    write_identity(tmp_path, replace(own, run_id="another"))
+    again = start()
+    assert again.found == Found(folder=run_dir.checkpoint(4), step=4), "without an id: of any run"
+    shutil.rmtree(run_dir.checkpoint(4))
+    with pytest.raises(ResumeError, match=f"it is of run {own.run_id}, not another"):
+        start()
+
+
+def test_what_kills_left_is_removed_by_the_next_start(place: Place) -> None:
+    run = place.root / "run"
+    files = [".config.yaml.7.tmp", "errors/.rank_00000.txt.7.tmp", "rollouts/.a.jsonl.7.tmp"]
+    folders = ["checkpoints/.step_000002.partial", "checkpoints/.step_000001.old"]
+    stay = ["rollouts/.step_000001.scores.safetensors.7.tmp", "errors/rank_00000.txt"]
+    for name in files + stay:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    for name in folders:
+        (run / name / "a").mkdir(parents=True)
+    place.start(writes=False)
+    assert all((run / name).exists() for name in files + folders), "another rank changes nothing"
+    place.start()
+    assert [name for name in files + folders + stay if (run / name).exists()] == stay
+    assert (run / "checkpoints" / "step_000001").is_dir()
 
 
 def test_checkpoints_of_an_earlier_process_count_for_keep(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: 
     assert read_jsonl(run_dir.metrics) == read_metrics(tmp_path) == rows
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"a": 1}\n')
-    with pytest.raises(ValueError, match="a row has no step: {'a': 1}"):
+    with pytest.raises(ValueError, match=r"a row has no step: \{'a': 1\}"):
         read_metrics(tmp_path)
 
 

@@ -284,8 +284,24 @@ context = multiprocessing.get_context("fork")
 pool = context.Pool(2)
 pool.map(abs, [1])
 program = subprocess.Popen(["sleep", "600"], start_new_session=True)
-print(*(each.pid for each in multiprocessing.active_children()), program.pid, flush=True)
-time.sleep(1)
+pids = [*(each.pid for each in multiprocessing.active_children()), program.pid]
+# Two daemons, as libraries make them: a forked one and a program, of which nothing is seen.
+for command in (None, ["sleep", "600"]):
+    reading, writing = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if not (child := os.fork()) and command:
+            os.execvp(command[0], command)
+        if not child:
+            os.closerange(3, 256)
+            time.sleep(600)
+        os.write(writing, str(child).encode())
+        os._exit(0)
+    pids.append(int(os.read(reading, 16)))
+    os.wait()
+print(*pids, flush=True)
+if sys.argv[3] == "later":
+    time.sleep(1)
 if sys.argv[2] == "release":
     lock.release()
     os._exit(0)
@@ -293,10 +309,13 @@ os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("end", ["release", "kill"])
-def test_what_a_run_started_ends_with_it_and_holds_no_lock(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "when"), [("release", "later"), ("kill", "at once")])
+def test_what_a_run_started_ends_with_it_and_holds_no_lock(
+    end: str, when: str, tmp_path: Path
+) -> None:
+    beside = subprocess.Popen(["sleep", "600"], start_new_session=True)  # of nobody's run
     done = subprocess.run(
-        [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end],
+        [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end, when],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -306,11 +325,41 @@ def test_what_a_run_started_ends_with_it_and_holds_no_lock(end: str, tmp_path: P
     assert done.returncode == (0 if end == "release" else -signal.SIGKILL)
     hold(tmp_path / "run").release()  # at once, and not when they have ended
     started = list(map(int, done.stdout.split()))
-    assert len(started) == 3
+    assert len(started) == 5
     deadline = time.monotonic() + 10
-    while any(map(psutil.pid_exists, started)):
-        assert time.monotonic() < deadline
+    while left := list(filter(psutil.pid_exists, started)):
+        assert time.monotonic() < deadline, (started, left)
         time.sleep(0.05)
+    assert beside.poll() is None
+    beside.kill()
+    beside.wait()
+
+
+_SAVES = """
+import sys, time
+from r3.run.watchdog import Watchdog
+with Watchdog(0, 1, stall_s=600.0, kill_after_s=1.0) as watchdog, open(sys.argv[1], "wb") as file:
+    watchdog.beat(sys.argv[2])
+    for _ in range(60):
+        file.write(bytes(int(sys.argv[3])))
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "size", "ends"),
+    [
+        ("checkpoint of step 2", 1 << 18, False),  # slow and steady
+        ("checkpoint of step 2", 1 << 10, True),  # what any process writes is no progress
+        ("generate", 1 << 18, True),  # nor what users' code writes while it hangs
+    ],
+)
+def test_a_checkpoint_that_is_written_slowly_is_progress(
+    phase: str, size: int, ends: bool, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", _SAVES, str(tmp_path / "file"), phase, str(size)]
+    rank = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert rank.returncode == (-ENDS_RANK if ends else 0), rank.stderr
 
 
 _WORKS = """
