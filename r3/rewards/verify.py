@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -35,7 +36,42 @@ _EULER = re.compile(r"(?<![\w.}^])([0-9]+)e([-+][0-9]+)(?![\w.])")
 # A number and its unit in words, which LaTeX would take for a product of letters.
 _UNIT = re.compile(r"([-+]?[0-9][0-9.,]*)\s+([A-Za-z]{3,}(?:\s+[A-Za-z]{2,})*)\.?")
 _SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+")  # 10 000, which would be a product
+_MIXED = re.compile(r"(?<![\w.^}])([0-9]+)(?:\\?[ ]|~)+([0-9]+/[0-9]+)(?![\w/])")  # 1 1/2
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
+# A number that no space parts from what is before it, which math-verify would not see.
+_ATTACHED = re.compile(r"(?<=[^\W\d_]:)(?=[-+]?[0-9])|(?<=[^\W\d_A-Za-z])(?=[-+]?[0-9])")
+
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox)\s*\{([^{}]*)\}")
+_DOTS = re.compile(r"\\[lc]?dots|\u2026|\.\.\.")
+# Words with a vowel, which LaTeX would take for products of letters: `no` is one, `xy` is none.
+_WORD = r"(?:(?!(?:or|and)\b)[^\W\d_]{2,})"
+_WORDS = re.compile(rf"(?=.*[aeiou]){_WORD}(?:[ ,-]+(?:{_WORD}|[0-9]+))*", re.IGNORECASE)
+_BASED = re.compile(
+    r"([0-9.]{1,99}|(?=[A-F]*[0-9])[0-9A-F.]{1,99}(?=_16))_(?:base)?([0-9]+|[a-z]+)"
+)
+_BASES = {"two": "2", "three": "3", "five": "5", "seven": "7", "eight": "8", "ten": "10"}
+_CLOCK = re.compile(r"[0-9]{1,2}:00")  # a division by zero to math-verify
+
+_MEMBER = re.compile(r"\s*[A-Za-z]\s*\\in\b")  # x \in [1,3]
+_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+_ARITHMETIC = re.compile(r"(?=.*[0-9])(?:[-+*/^().!\s{}0-9]|\\(?:[dt]?frac|sqrt|cdot|times|div))+")
+_DECIMALS = re.compile(r"\s*[-+]?[0-9]*\.([0-9]+)\s*")
+_CLOSE = 2e-6  # relative, of 1/3 and 0.333333
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """A final answer.
+
+    Attributes:
+        exact: its text if it is compared as text: with a base, dots, or a full hour; else "".
+        words: its words, lower case; "" if it is something else.
+        parsed: what math-verify makes of its readings.
+    """
+
+    exact: str
+    words: str
+    parsed: list[Any]
 
 
 def equal(response: str, prompt: Prompt) -> Score:
@@ -47,70 +83,164 @@ def equal(response: str, prompt: Prompt) -> Score:
     row's answer, or all of it; of a solution with a box, the last box. `1\\,000` is 1000, and
     `1e-3` is 0.001, or e - 3 if that is equal.
 
+    Strict is better than lenient: words are compared as words (`on` is not `no`), a number with a
+    base needs the same base, and an equation whose numbers differ (`8 = 7`) is no answer. Units and
+    Markdown do not count.
+
     Raises:
         CallError: a reference has no expression.
     """
-    from math_verify import parse, verify
-
     references = []
     for answer in prompt.accepted:
         said = answer.rpartition("####")[2].strip()
         # Bare LaTeX is only read between dollars, bare numbers anywhere.
-        found = [_parsed(parse, f"${each}$") for each in _readings(said)]
+        found = [_parsed(f"${each}$") for each in _readings(said)]
         if all(isinstance(each, str) for each in found[0]):  # no expression, but perhaps a text
-            found = [_parsed(parse, _final(said)) or found[0]]
+            found = [_parsed(_readings(said)[0]) or found[0]]
         if not found[0]:
             raise CallError(
                 f"the reference answer has no expression: {answer[-200:]!r}", again=False
             )
-        references += found
+        references.append(_answer(said, found, delimited=True))
 
     def value() -> float:
-        readings = _readings(response) if _BOX.search(response) else [_final(response)]
-        return float(
-            any(
-                verify(reference, found, timeout_seconds=None, raise_on_error=True)
-                for found in filter(None, [_parsed(parse, each) for each in readings])
-                for reference in references
-            )
-        )
+        readings = _readings(response)
+        # Without a box, `2e - 1` is a sum and its last number.
+        read = readings if _BOX.search(response) else readings[:1]
+        found = _answer(response, [_parsed(each) for each in read])
+        return float(any(_same(reference, found) for reference in references))
 
     return compared("math", value, response)
 
 
-def _parsed(parse: Any, text: str) -> Any:
-    return parse(text, parsing_timeout=None, raise_on_error=True)
+def _answer(text: str, parsed: list[Any], *, delimited: bool = False) -> _Answer:
+    inside = _inside(text)
+    if dollars := re.findall(r"\$([^$]+)\$", inside):
+        inside = dollars[-1]
+    delimited = delimited or bool(_BOX.search(text))  # dots of prose are not the answer's
+    inside = _trimmed(_TEXT.sub(r" \1 ", plain(inside)))
+    words = " ".join(inside.casefold().split()) if _WORDS.fullmatch(inside) else ""
+    tight, exact = re.sub(r"[{}()\s]", "", inside), ""
+    if found := _BASED.fullmatch(tight.rpartition("=")[2]):
+        base = _BASES.get(found[2], found[2])
+        exact = f"{found[1]}_{base}" if base != "10" else ""
+    elif _CLOCK.fullmatch(tight) or (delimited and _DOTS.search(inside)):
+        exact = _DOTS.sub("...", tight)
+    return _Answer(
+        exact=exact, words=words, parsed=[each for reading in parsed for each in reading]
+    )
+
+
+def _same(reference: _Answer, found: _Answer) -> bool:
+    from math_verify import verify
+
+    if reference.exact or found.exact:
+        return reference.exact == found.exact
+    if reference.words and found.words:
+        return reference.words == found.words
+    limits = {"timeout_seconds": None, "raise_on_error": True}
+    return any(
+        verify(expected, each, allow_set_relation_comp=True, **limits)
+        and not _is_chance(expected, each)
+        for expected in reference.parsed
+        for each in found.parsed
+    )
+
+
+def _is_chance(expected: Any, found: Any) -> bool:
+    """Whether math-verify takes two for equal that are not.
+
+    Its tolerance is absolute, so any two numbers below 1e-15 are equal to it; of an equation it
+    takes the right side, which is 0 where an equation of unknowns is no answer.
+    """
+    from math_verify.grader import is_equation, take_first_relation, unwrap_eq
+    from sympy import PrecisionExhausted
+
+    if is_equation(found) and not is_equation(expected):
+        left = take_first_relation(found).lhs.doit()
+        if left.is_Add and left.free_symbols and left.as_coeff_Add()[0]:
+            return True
+    one, other = unwrap_eq(expected), unwrap_eq(found)
+    if not (getattr(one, "is_comparable", False) and getattr(other, "is_comparable", False)):
+        return False
+    size = max(abs(one.evalf(8)), abs(other.evalf(8)))
+    try:
+        return bool(size < 1 and abs((one - other).evalf(8, strict=True)) > _CLOSE * size)
+    except PrecisionExhausted:  # of what is 0
+        return False
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+    from sympy import FiniteSet, Union
+    from sympy.core.relational import Equality, Relational
+
+    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True) if text else []
+    for place, each in enumerate(found):  # x < 1 or x > 3
+        if isinstance(each, FiniteSet) and re.search(r"\bor\b", text):
+            parts = each.args
+            if all(isinstance(x, Relational) and not isinstance(x, Equality) for x in parts):
+                found[place] = Union(*(part.as_set() for part in parts))
+    return found
 
 
 def _readings(text: str) -> list[str]:
     """Return the final answer in a text, and what it is if e is Euler's number."""
-    return list(dict.fromkeys((_final(text), _final(text, euler=True))))
+    box = r"\boxed{%s}" if _BOX.search(text) else "%s"
+    inside = _inside(text)
+    read = [_readable(inside), _readable(inside, euler=True)]
+    return list(dict.fromkeys(box % each if each else "" for each in read))
 
 
-def _final(text: str, *, euler: bool = False) -> str:
+def _inside(text: str) -> str:
     """Return the last box of a text, all of it without a box, nothing if the last is cut."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
-        return _readable(text, euler=euler)
+        return text
     last = boxes[-1]
     if not last[0].endswith("{"):  # \boxed 7
-        return rf"\boxed{{{_readable(text[last.end()])}}}"
+        return text[last.end()]
     depth, end = 1, last.end()
     while depth and end < len(text):
         depth += {"{": 1, "}": -1}.get(text[end], 0) * (text[end - 1] != "\\")
         end += 1
-    inside = _readable(text[last.end() : end - 1], euler=euler)
-    return rf"\boxed{{{inside}}}" if not depth else ""
+    return text[last.end() : end - 1] if not depth else ""
+
+
+def _trimmed(text: str) -> str:
+    """A text without what ends a sentence or a line."""
+    return re.sub(r"(?:\s|[,;:]|(?<!\.)\.|\\\\|\\[,;: ])+\Z", "", text.strip())
 
 
 def _readable(text: str, *, euler: bool = False) -> str:
-    """Write numbers as math-verify reads them exactly: without gaps and powers of ten."""
+    """Write an answer as math-verify reads it exactly: numbers without gaps and powers of ten."""
     text = _EULER.sub(r"\1 e \2", text) if euler else text
-    if found := _UNIT.fullmatch(text.strip()):
-        text = rf"{found[1]} \text{{ {found[2]}}}"
+    text = _last_side(_trimmed(_MEMBER.sub("", plain(text))))
+    if whole := _TEXT.fullmatch(text):
+        text = rf"\text{{{_trimmed(whole[1])}}}"
+    if unit := _UNIT.fullmatch(_TEXT.sub(r" \1 ", text).strip()):
+        text = rf"{unit[1]} \text{{ {unit[2]}}}"
     elif _SPACED.fullmatch(text.strip()):
         text = text.replace(" ", "")
-    return _POWER.sub(_without_power, plain(text))
+    text = _MIXED.sub(r"(\1+\2)", text).replace("\u00b0", r"^\circ")
+    return _ATTACHED.sub(" ", _POWER.sub(_without_power, text))
+
+
+def _last_side(text: str) -> str:
+    """Return what an equation of numbers ends with; nothing if its numbers differ.
+
+    An equation with names stays. Numbers with units are not compared: 2 hours are 120 minutes.
+    """
+    sides = _EQUALS.split(text)
+    numbers = [each for each in sides if _ARITHMETIC.fullmatch(each)]
+    values = [value for each in numbers for value in _parsed(f"${each}$")[:1]]
+    rounding = [10.0 ** -len(found[1]) for found in map(_DECIMALS.fullmatch, numbers) if found]
+    if len(numbers) > 1 and all(getattr(each, "is_comparable", False) for each in values):
+        gap = max(abs(float(each - values[-1])) for each in values)
+        if gap > max([1e-9 * abs(float(values[-1])), *rounding]):
+            return ""
+    known = all(_ARITHMETIC.fullmatch(_TEXT.sub("", each)) for each in sides)
+    return sides[-1] if known else text
 
 
 def _without_power(found: re.Match[str]) -> str:

@@ -17,6 +17,7 @@ from r3.data.rows import Columns
 from r3.data.sources import read_rows
 from r3.rewards import exact, gsm8k
 from r3.types import Prompt
+from r3.user_code.calls import CallError
 from tests.rows import write
 
 pytestmark = pytest.mark.unit
@@ -158,18 +159,110 @@ MATH = [
 ]
 # fmt: on
 
+# What models really write, and what math-verify alone would take for it.
+WRITTEN = [
+    # Markdown and full stops
+    ("73", r"\boxed{73.}", 1), ("73", r"\boxed{**73**}", 1), ("73", "answer: `73`", 1),
+    ("73", "The answer is **73**.", 1), ("73", r"\boxed{`73`}", 1), ("73", "__73__", 1),
+    ("73", "*73*", 1), ("73", r"\boxed{73;}", 1), ("73", r"\boxed{\textbf{73}}", 1),
+    ("x+1", r"\boxed{x+1.}", 1), (r"\frac12", r"\boxed{**\frac{1}{2}**}", 1),
+    ("7.3", r"\boxed{73.}", 0), ("73", r"\boxed{7.3.}", 0), ("6", r"\boxed{2*3}", 1),
+    ("5", "2*3 is **5**", 1), ("24", r"\boxed{2*3*4}", 1), ("B", r"\boxed{\text{B.}}", 1),
+    # full width, other currencies
+    ("73", '\\boxed{\uff17\uff13}', 1), ("73", '\u7b54\u6848\uff1a\uff17\uff13', 1),
+    ("73", '\u7b54\u6848\u662f73\u3002', 1), ("-3", '\\boxed{\uff0d3}', 1),
+    ("3", '\\boxed{\uff0d3}', 0), ("(1,2)", '\\boxed{\uff081\uff0c2\uff09}', 1),
+    ("73", '\\boxed{\u0667\u0663}', 0), ("18", '\\boxed{\u20ac18}', 1), ("73", "Answer:73", 1),
+    # a base is part of the answer
+    ("1010_2", r"\boxed{1010_2}", 1), ("1010_2", r"\boxed{1010}", 0),
+    ("1010_2", r"\boxed{1010_3}", 0), ("1010_{2}", r"\boxed{1010_{(2)}}", 1),
+    (r"1010_{\text{two}}", r"\boxed{1010_2}", 1), ("1010_2", r"\boxed{10_{10}}", 0),
+    ("1010", r"\boxed{1010_{10}}", 1), ("1010", r"\boxed{1010_2}", 0), ("1010_2", "$1010_2$", 1),
+    ("1010_2", "The answer is 1010", 0), ("1010_2", r"\boxed{10 = 1010_2}", 1),
+    ("2A_{16}", r"\boxed{2A_{16}}", 1), ("2A_{16}", r"\boxed{2B_{16}}", 0),
+    ("x_1", r"\boxed{x_1}", 1), ("a_2", r"\boxed{a_3}", 0),
+    # equations
+    ("7", r"\boxed{8 = 7}", 0), ("7", r"\boxed{x = 8 = 7}", 0), ("7", r"\boxed{2+4=7}", 0),
+    ("5", r"\boxed{\sqrt{16} = 5}", 0), ("7", r"\boxed{3+4 = 7}", 1),
+    ("7", r"\boxed{x = 5 + 2 = 7}", 1), ("7", r"\boxed{f(2) = 7}", 1), ("7", r"\boxed{a+b = 7}", 1),
+    ("120", r"\boxed{5! = 120}", 1), ("70", r"\boxed{\binom{8}{4} = 70}", 1),
+    ("25", r"\boxed{\text{Area} = 25}", 1), ("0", r"\boxed{3x-y+13=0}", 0),
+    ("3x-y+13=0", r"\boxed{y=3x+13}", 1), ("5", r"\boxed{x^2 + 2 = 5}", 0),
+    ("0.667", r"\boxed{\frac23 = 0.667}", 1), ("0.667", r"\boxed{\frac13 = 0.667}", 0),
+    ("120", r"\boxed{2 \text{ hours} = 120 \text{ minutes}}", 1),
+    ("2", r"\boxed{2 \text{ hours} = 120 \text{ minutes}}", 0),
+    # words are no products of letters
+    ("no", r"\boxed{on}", 0), ("no", r"\boxed{\text{on}}", 0), (r"\text{no}", r"\boxed{on}", 0),
+    ("no", r"\boxed{No}", 1), ("No", r"\boxed{\text{no.}}", 1), ("no", "no", 1),
+    ("east", r"\boxed{\text{seat}}", 0), ("saw", r"\boxed{was}", 0), ("AB", r"\boxed{BA}", 0),
+    ("xy", r"\boxed{yx}", 1), ("ab", r"\boxed{a \cdot b}", 1), ("mgh", r"\boxed{gmh}", 1),
+    ("no solution", r"\boxed{\text{No solution}}", 1), ("no solution", r"\boxed{0}", 0),
+    ("December 25", r"\boxed{\text{December 25}}", 1), ("25", r"\boxed{\text{December 25}}", 0),
+    ("Monday", "The answer is Monday", 0), ("A or B", r"\boxed{A, B}", 1),
+    # intervals and inequalities
+    (r"x \le 5", r"\boxed{(-\infty, 5]}", 1), (r"x \le 5", r"\boxed{(-\infty, 5)}", 0),
+    (r"(-\infty, 5]", r"\boxed{x \le 5}", 1), (r"(-\infty, 5]", r"\boxed{x < 5}", 0),
+    ("[1,3]", r"\boxed{1 \le x \le 3}", 1), (r"1 \le x < 3", r"\boxed{[1,3]}", 0),
+    (r"x \in (1,3)", r"\boxed{1 < x < 3}", 1), (r"(3,\infty)", r"\boxed{x < 3}", 0),
+    (r"(-\infty,1)\cup(3,\infty)", r"\boxed{x<1 \text{ or } x>3}", 1),
+    (r"x<1 \text{ or } x>3", r"\boxed{(-\infty,1)\cup(3,\infty)}", 1),
+    (r"(-\infty,1)\cup(3,\infty)", r"\boxed{x<1 \text{ or } x>4}", 0),
+    (r"(-\infty,2)\cup(2,\infty)", r"\boxed{x \ne 2}", 1), ("5", r"\boxed{x > 5}", 0),
+    # numbers in words, mixed numbers, units
+    ("5000000", r"\boxed{5\text{ million}}", 1), ("5", r"\boxed{5 million}", 0),
+    ("2500000", "2.5 million people", 1), ("18", r"\boxed{18 thousand}", 0),
+    ("1.5", r"\boxed{1 1/2}", 1), ("1 1/2", r"\boxed{1}", 0), ("11/2", r"\boxed{1 1/2}", 0),
+    ("-3/2", r"\boxed{-1 1/2}", 1), ("18", r"\boxed{\text{18 dollars}}", 1),
+    ("30", '\\boxed{30\u00b0}', 1), ("12:00", r"\boxed{12:00}", 1), ("12:00", r"\boxed{1:00}", 0),
+    # small numbers, dots
+    ("1e-7", r"\boxed{2e-7}", 0), ("1e-7", r"\boxed{0}", 0), ("0", r"\boxed{4e-7}", 0),
+    (r"1.6\times 10^{-19}", r"\boxed{9.1\times 10^{-31}}", 0),
+    (r"1.6\times 10^{-19}", r"\boxed{1.60\times 10^{-19}}", 1),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}", 0), ("e^{-50}", r"\boxed{e^{-51}}", 0),
+    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}", 1), ("1/3", r"\boxed{0.333333}", 1),
+    ("0", r"\boxed{(\sqrt2+1)(\sqrt2-1)-1}", 1), ("x=1e-7", r"\boxed{2e-7}", 0),
+    (r"1, 2, \ldots, n", r"\boxed{1, 3, 5, \ldots, 2n-1}", 0),
+    (r"1, 2, \ldots, n", r"\boxed{1,2,\dots,n}", 1), ("5", "Hmm... it is 5", 1),
+    ("4", "$18... so she pays $4", 1),
+]  # fmt: skip
+# Of these math-verify says that they are equal: the control of the rules around it.
+LENIENT = [
+    ("1010_2", "1010_3"), ("1010_2", "1010"), ("7", "8 = 7"), ("no", "on"), ("0", "3x-y+13=0"),
+    ("5", r"5\text{ million}"), ("1 1/2", "1"), ("0.0000001", "0.0000002"),
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"), (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"),
+]  # fmt: skip
+
 
 def asked(*answers: str) -> Prompt:
     several = answers if len(answers) > 1 else ()
     return Prompt(id="rows:7", messages=(), tokens_T=(), answer=answers[0], answers=several)
 
 
-@pytest.mark.parametrize(("reference", "response", "value"), MATH)
+@pytest.mark.parametrize(("reference", "response", "value"), [*MATH, *WRITTEN])
 def test_math_as_a_person_would_grade(reference: str, response: str, value: float) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     from r3.rewards.verify import equal
 
     assert equal(response, asked(reference)).value == value
+
+
+@pytest.mark.parametrize(("reference", "answer"), LENIENT)
+def test_math_is_stricter_than_its_library(reference: str, answer: str) -> None:
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    from math_verify import parse, verify
+
+    from r3.rewards.verify import equal
+
+    assert equal(rf"\boxed{{{answer}}}", asked(reference)).value == 0
+    assert verify(parse(f"${reference}$"), parse(rf"\boxed{{{answer}}}"))
+
+
+def test_a_reference_whose_numbers_differ_is_refused() -> None:
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    from r3.rewards.verify import equal
+
+    with pytest.raises(CallError, match="has no expression: '8 = 7'"):
+        equal(r"\boxed{7}", asked("8 = 7"))
 
 
 def test_math_takes_any_of_several_answers() -> None:
@@ -221,6 +314,60 @@ def test_math_takes_any_of_several_answers() -> None:
         ("#### 1e3x", "#### 1000", 0.0),
         ("#### 1e", "#### 1", 0.0),
         ("#### 1\u200923", "#### 123", 0.0),  # two digits are no group of three
+        # Markdown, LaTeX and full width
+        *[
+            (f"#### {each}", "#### 7", 1.0)
+            for each in (
+                "**7**",
+                "`7`",
+                "*7*",
+                "__7__",
+                "**7**.",
+                " **7 apples**",
+                "**7** apples",
+                "**7",
+                "(7)",
+                r"\$7",
+                "**$7**",
+                r"$\boxed{7}$",
+                r"\boxed{7}",
+                r"\(7\)",
+                "\u20ac7",
+                "\uff17",
+                "7,",
+                "7 (3 + 4)",
+                "7 - done",
+            )
+        ],
+        ("**#### 7**", "#### 7", 1.0),
+        ("#### **-7**", "#### -7", 1.0),
+        ("####\u3000\uff17\uff13", "#### 73", 1.0),
+        ("#### 7 000", "#### 7000", 1.0),
+        ("#### 7 million", "#### 7000000", 1.0),
+        ("#### 12,34,567", "#### 1234567", 1.0),
+        # what goes on is no number
+        *[
+            (f"#### {each}", "#### 7", 0.0)
+            for each in (
+                "7 * 6 = 42",
+                "7*6",
+                "7**2",
+                "7^2",
+                "7 + 1",
+                "7-1",
+                "7:30",
+                "7 or 8",
+                "7 = 8",
+                "7 1/2",
+                "7,5",
+                "7 million",
+                "7\u00d76",
+                "**7** * 6",
+                r"7 \times 6",
+            )
+        ],
+        ("#### 7 * 6 = 42", "#### 42", 0.0),
+        ("#### 7,5", "#### 75", 0.0),
     ],
 )
 def test_gsm8k_reads_numbers_as_models_write_them(response: str, answer: str, value: float) -> None:
