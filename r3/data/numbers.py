@@ -14,7 +14,7 @@ _ASCII = str.maketrans(
 _MARKED = re.compile(
     r"(?<![\w)}\]*`])(\*{1,3}|__|`{1,3})(?![\s*`])([^\n]{1,200}?)(?<![\s*`])\1(?![\w({\[*`])"
 )
-_CURRENCY = re.compile(r"[\u20ac\u00a3\u00a5\u20b9](?=[ -]?[0-9])")
+_CURRENCY = re.compile(r"(?:\\\$|[\u20ac\u00a3\u00a5\u20b9])(?=[ -]?[0-9])")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
     r"(?<![\w.,])([0-9][0-9,]*(?:\.[0-9]+)?)(?:[ ~]|\\[ ,])*(\\text\{)?[ ]*"

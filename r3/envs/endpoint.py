@@ -146,14 +146,23 @@ class Endpoint:
         """Check the token, and turn errors into those of the API."""
 
         async def answer(request: HttpRequest) -> Response:
+            from starlette.requests import ClientDisconnect
+
             kind, _, key = request.headers.get("authorization", "").partition(" ")
+            access = self.episodes.get(key) if kind.lower() == "bearer" else None
             try:
-                if kind.lower() != "bearer" or key not in self.episodes:
+                if access is None:
                     text = "the token belongs to no episode, or its episode is over"
                     raise ApiError(401, text, code="invalid_api_key")
-                return await handle(request, self.episodes[key])
+                return await handle(request, access)
             except ApiError as error:
+                if access and error.__cause__ is None:  # else the model has refused and counted it
+                    access.model.refused["invalid"] += 1
                 return _json(error.body, error.status)
+            except ClientDisconnect:  # in the middle of the body; nobody reads the reply
+                assert access is not None
+                access.model.refused["hung_up"] += 1
+                return _json({}, 400)
 
         return answer
 
@@ -204,6 +213,7 @@ async def _called(
     try:
         await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not sampling.done():
+            access.model.refused["hung_up"] += 1
             sampling.cancel()
         return await sampling
     except ModelLimit as limit:

@@ -1,12 +1,14 @@
 """Translate OpenAI's chat and completion API: requests to model arguments, messages to replies.
 
 A message of the model with tool calls or reasoning is shown to the client as the API has it, these
-beside the text. When it comes back unchanged, it is what was sampled again: else the chat template
-would render it otherwise, and the conversation would begin a new token sequence.
+beside the text. When it comes back unchanged, after the same messages, it is what was sampled
+again: else the chat template would render it otherwise, and the conversation would begin a new
+token sequence.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -74,12 +76,13 @@ class Memory:
     """What an episode's replies had.
 
     Attributes:
-        said: messages that the client saw otherwise than they were sampled, by what it saw.
+        said: messages that the client saw otherwise than they were sampled, by their place (see
+            `_place`) and by what it saw. Other conversations may have the same words.
         num_replies: replies so far.
         num_calls: tool calls so far.
     """
 
-    said: dict[str, str] = field(default_factory=dict)
+    said: dict[tuple[int, str], str] = field(default_factory=dict)
     num_replies: int = 0
     num_calls: int = 0
 
@@ -121,8 +124,13 @@ def chat_request(body: Mapping[str, Any], memory: Memory) -> Request:
         raise ApiError(400, "tools must be a list of objects", param="tools")
     request = _request(body, logprobs=bool(_typed(body, "logprobs", bool)))
     most = _typed(body, "max_completion_tokens", int)
+    plain: list[dict[str, Any]] = []
+    place = _NOWHERE
+    for message in messages:
+        plain.append(_plain(message, place, memory))
+        place = _place(place, plain[-1])
     request.arguments.update(
-        messages=[_plain(message, memory) for message in messages],
+        messages=plain,
         tools=tools if choice == "auto" else [],
         max_tokens=request.arguments["max_tokens"] if most is None else most,
     )
@@ -253,7 +261,15 @@ def _request(body: Mapping[str, Any], *, logprobs: bool) -> Request:
     )
 
 
-def _plain(message: Any, memory: Memory) -> dict[str, Any]:
+_NOWHERE = 0
+
+
+def _place(before: int, message: Mapping[str, Any]) -> int:
+    """The place in a conversation after a message; white space at its ends does not matter."""
+    return hash((before, repr({**message, "content": (message.get("content") or "").strip()})))
+
+
+def _plain(message: Any, place: int, memory: Memory) -> dict[str, Any]:
     """A message of a client in the form of `r3.data.conversation`."""
     try:
         plain = read_message(message, of_model=True)
@@ -264,7 +280,8 @@ def _plain(message: Any, memory: Memory) -> dict[str, Any]:
         raise ApiError(400, "tool_calls need an id each", param="messages")
     ids = [str(call["id"]) for call in calls]
     parsed = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    said = memory.said.get(_seen(plain["content"] or "", plain.get("reasoning"), ids, parsed))
+    seen = _seen(plain["content"] or "", plain.get("reasoning"), ids, parsed)
+    said = memory.said.get((place, seen))
     if said is not None and plain["role"] == "assistant":
         return {"role": "assistant", "content": said}
     return plain
@@ -302,8 +319,9 @@ def _shown(
     ids = [str(call["id"]) for call in calls]
     parsed = [(call["name"], call["arguments"]) for call in said.calls]
     seen = _seen(content, reasoning, ids, parsed)
-    if calls or reasoning or content != text or seen in memory.said:
-        memory.said[seen] = text
+    place = functools.reduce(_place, request.arguments["messages"], _NOWHERE)
+    if calls or reasoning or content != text or (place, seen) in memory.said:
+        memory.said[place, seen] = text
     shown = {"role": "assistant", "content": None if calls and not content else content}
     return shown | ({"reasoning": reasoning} if reasoning else {}), calls
 

@@ -150,6 +150,10 @@ class Model(Protocol):
     def max_tokens_total(self) -> int:
         """Maximum tokens of a prompt and its response."""
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Calls of the episode that got no message, by cause, a key of `REFUSED`."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
 

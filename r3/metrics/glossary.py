@@ -124,7 +124,10 @@ GLOSSARY: dict[str, Entry] = {
         "mean number of sampled tokens per rollout, or (sft) of learned tokens per row",
         _COLLECT,
     ),
-    "rollout/truncated_frac": Entry("share of rollouts cut at max_response_tokens", _COLLECT),
+    "rollout/truncated_frac": Entry(
+        "share of rollouts cut at max_response_tokens, or without room for another message",
+        _COLLECT,
+    ),
     "rollout/tokens": Entry(
         "tokens of the rollouts that the step ends with, prompts included: all that were sampled, "
         "or with rollout.step_token_budget the complete groups; (sft) of all rows",
@@ -156,6 +159,15 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "env/turns_mean": Entry("mean number of model messages per conversation", _ROUND),
     "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _ROUND),
+    **{
+        f"env/refused_{cause}": Entry(f"calls of a workflow or requests that {why}", _ROUND)
+        for cause, why in (
+            ("length", "were refused: no tokens left in the sequence or the context"),
+            ("turns", "were refused: env.max_turns calls were made"),
+            ("invalid", "were refused: an argument, a message or a field cannot be used"),
+            ("hung_up", "were abandoned: their client hung up"),
+        )
+    },
     "env/sequences_mean": Entry(
         "mean number of trained token sequences per episode of a workflow", _ROUND
     ),

@@ -12,6 +12,8 @@ from r3.user_code.values import number
 
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
+REFUSED = {cause: f"env/refused_{cause}" for cause in ("length", "turns", "invalid", "hung_up")}
+"""Metrics of a workflow's requests that got no message of the model, by cause."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _AREAS = ("env/", "reward/")
 
@@ -56,9 +58,14 @@ def is_users(key: str) -> bool:
 
 
 def means(reported: Iterable[Mapping[str, float]]) -> dict[str, UsersMean]:
-    """Return the partial of every metric, over the conversations that report it."""
+    """Return the partial of every metric, over the conversations that report it.
+
+    Without `REFUSED`: a conversation has them where they are not 0, and the round counts them.
+    """
     values: dict[str, list[float]] = {}
     for metrics in reported:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
+    for key in REFUSED.values():
+        values.pop(key, None)
     return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}

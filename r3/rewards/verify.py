@@ -158,7 +158,7 @@ def _is_chance(expected: Any, found: Any) -> bool:
 
     if is_equation(found) and not is_equation(expected):
         left = take_first_relation(found).lhs.doit()
-        if left.is_Add and left.free_symbols and left.as_coeff_Add()[0]:
+        if getattr(left, "is_Add", False) and left.free_symbols and left.as_coeff_Add()[0]:
             return True
     one, other = unwrap_eq(expected), unwrap_eq(found)
     if not (getattr(one, "is_comparable", False) and getattr(other, "is_comparable", False)):
@@ -231,13 +231,14 @@ def _last_side(text: str) -> str:
 
     An equation with names stays. Numbers with units are not compared: 2 hours are 120 minutes.
     """
-    sides = _EQUALS.split(text)
+    if len(sides := _EQUALS.split(text)) < 2:
+        return text
     numbers = [each for each in sides if _ARITHMETIC.fullmatch(each)]
     values = [value for each in numbers for value in _parsed(f"${each}$")[:1]]
     rounding = [10.0 ** -len(found[1]) for found in map(_DECIMALS.fullmatch, numbers) if found]
     if len(numbers) > 1 and all(getattr(each, "is_comparable", False) for each in values):
-        gap = max(abs(float(each - values[-1])) for each in values)
-        if gap > max([1e-9 * abs(float(values[-1])), *rounding]):
+        allowed = max([1e-9 * abs(values[-1].evalf(15)), *rounding])
+        if any(abs((each - values[-1]).evalf(15)) > allowed for each in values):
             return ""
     known = all(_ARITHMETIC.fullmatch(_TEXT.sub("", each)) for each in sides)
     return sides[-1] if known else text

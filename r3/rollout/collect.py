@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from r3.rollout.conversation import (
 from r3.rollout.round import Round
 from r3.rollout.self_judging import Judging
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt
+from r3.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +147,38 @@ class Collector:
         )
 
 
+def is_cut(rollout: Rollout, setup: ConversationSetup) -> bool:
+    """Whether the last message was cut, and not only without room for another one."""
+    sampled = rollout.tokens_T[rollout.loss_mask_T > 0].tolist()
+    return (
+        rollout.finish_reason == "length"
+        and not (sampled and sampled[-1] in setup.renderer.ends)
+        and not any(stop in rollout.response for stop in setup.environments.stop)
+    )
+
+
 def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
     """The note that none of `count` responses ended within a limit."""
     return (
         f"none of {count} responses ended within {limit}. A turn ends with "
         f"{' or '.join(setup.renderer.end_texts)}. See the samples (python -m r3.show): raise the "
         "limit, or correct eos_token_id in generation_config.json if the model ends otherwise"
+    )
+
+
+def refusals(counts: Counter[str], limit: str) -> str:
+    """The note that requests of a workflow got no message, by cause."""
+    causes = {
+        "length": f"{counts['length']} left no token to sample ({limit}, or the context; what "
+        "comes between two messages of the model counts too)",
+        "turns": f"{counts['turns']} were beyond env.max_turns",
+        "invalid": f"{counts['invalid']} had an argument, a message or a field that cannot be used",
+        "hung_up": f"the clients of {counts['hung_up']} hung up",
+    }
+    said = ", ".join(text for cause, text in causes.items() if counts[cause])
+    return (
+        f"{counts.total()} calls of the model gave no message: {said}. env/refused_* count them, "
+        "and python -m r3.show names them per sample"
     )
 
 

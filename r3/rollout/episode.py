@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.tool_calls import Parse, Parsed
+from r3.metrics.users import REFUSED
 from r3.rewards.scorer import RewardResult
 from r3.rollout.conversation import ConversationRules
 from r3.types import Message, Prompt, Rollout
@@ -36,7 +38,7 @@ class TokenSequence:
         shown: how a rendered conversation that continues it may begin: its last prompt and the
             message as it was sampled, or without white space at the ends, which templates may trim.
             Empty if it cannot be continued by `Model.chat`.
-        busy: a call of it is in flight, or was abandoned in flight.
+        busy: a call of it is in flight.
         is_cut: the token budget interrupted its last message.
         calls: the calls whose message is complete.
         rewards: of these calls, None where there is none; empty without rewards per call.
@@ -153,6 +155,7 @@ class Episode(ABC):
         rewards_calls: whether rewards are those of its calls, one by one; None if a workflow did
             not say, because it is unfinished or failed.
         metrics: what its environment or workflow reported, by full names.
+        refused: requests of a workflow that got no message, by cause, those of all attempts.
         made: its rollouts, once it is over and not dropped.
         rewards: of these rollouts, once they are known.
         result: what reward functions returned, if they were called.
@@ -174,6 +177,7 @@ class Episode(ABC):
     reward: float | None = None
     rewards_calls: bool | None = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     made: list[Rollout] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     result: RewardResult | None = None
@@ -245,8 +249,9 @@ class Episode(ABC):
             trained = [self.begun((0,), self.prompt.tokens_T)]
         trained.sort(key=lambda each: each.name)
         made = [self.rollout(each, index) for index, each in enumerate(trained)]
-        if made and self.metrics:
-            made[-1] = replace(made[-1], metrics=self.metrics)
+        refused = {REFUSED[cause]: float(count) for cause, count in self.refused.items()}
+        if made and (self.metrics or refused):
+            made[-1] = replace(made[-1], metrics={**self.metrics, **refused})
         return made
 
     def rollout(self, sequence: TokenSequence, index: int = 0) -> Rollout:

@@ -14,7 +14,7 @@ from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean
 from r3.metrics.users import means
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import Collector, without_end
+from r3.rollout.collect import Collector, is_cut, without_end
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.dump_fields import readable
 from r3.runtime.mesh import Mesh
@@ -187,16 +187,18 @@ def evaluate(
         }
         for (rollout, reward), value in zip(samples, deciding, strict=True)
     ]
-    gathered = mesh.world.all_gather_object((rows, deciding))
+    cut = [is_cut(rollout, heldout.conversation_setup) for rollout in last]
+    gathered = mesh.world.all_gather_object((rows, deciding, cut))
     merged = sorted(
-        (row for part, _ in gathered for row in part), key=lambda row: (row["place"], row["sample"])
+        (row for part, _, _ in gathered for row in part),
+        key=lambda row: (row["place"], row["sample"]),
     )
-    values = [value for _, part in gathered for value in part]
+    values = [value for _, part, _ in gathered for value in part]
     note = ""
     if is_graded(values):
         metrics[f"eval/{settings.name}/reward"] = Mean(math.fsum(rewards), float(len(rewards)))
         note = none_right(settings.name, values, decides)
-    if merged and all(row["finish_reason"] == "length" for row in merged):
+    if merged and all(each for _, _, part in gathered for each in part):
         limit = f"{collector.max_response_tokens} tokens"
         setup = heldout.conversation_setup
         note = f"{settings.name}: {without_end(len(merged), limit, setup)}"

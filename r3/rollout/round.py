@@ -12,6 +12,7 @@ from typing import Any, cast
 from r3.engine import Sampled, Turn
 from r3.envs.workflow import Workflows
 from r3.metrics.reduce import Mean, Sum
+from r3.metrics.users import REFUSED
 from r3.rewards.scorer import RewardResult, Scorer
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
@@ -304,6 +305,10 @@ class Round:
             calls = sum(each.num_calls for each in over)
             begun = sum(bool(each.calls) for each in sequences)
             metrics |= {
+                **{
+                    name: Sum(value=float(sum(each.refused[cause] for each in self.episodes)))
+                    for cause, name in REFUSED.items()
+                },
                 "env/sequences_mean": Mean(total=float(len(sequences)), count=float(len(over))),
                 "env/continued_frac": Mean(total=float(calls - begun), count=float(calls)),
             }

@@ -7,6 +7,7 @@ token budget groups that earlier steps began are continued (`r3.rollout.partial`
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
-from r3.rollout.collect import Collector, rollout_metrics, without_end
+from r3.metrics.users import REFUSED
+from r3.rollout.collect import Collector, is_cut, refusals, rollout_metrics, without_end
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
@@ -70,7 +72,8 @@ class RolloutSource:
         self._is_leader = engine.is_leader
         self._partial = PartialRollouts()
         self._prompts_taken = 0  # with dynamic sampling, on all ranks
-        self._flat_steps, self._said_flat, self._said_endless = 0, False, False
+        self._flat_steps, self._said_flat = 0, False
+        self._said_limits: set[str] = set()
         self._said_constant = False
         self._most_dropped = 0  # samples of one step
         self._collector = Collector(
@@ -207,16 +210,32 @@ class RolloutSource:
         require_groups(rewards, step=step, sampled=count, needed=needed, failure=failure)
         return self._made(step, [collected], collected, rewards)
 
-    def _warn_without_end(self, step: int, collected: CollectedRollouts) -> None:
-        """Say once that no response ended. All ranks must call."""
-        ends = [each.finish_reason != "length" for each in collected.rollouts]
-        if self._said_endless:
-            return
-        everybody = self._mesh.world.all_gather_object(ends)
-        self._said_endless = not any(map(any, everybody)) and any(everybody)
-        if self._said_endless and not self._mesh.world.rank:
-            limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
-            note = without_end(sum(map(len, everybody)), limit, self._task.conversation_setup)
+    def _warn_of_limits(self, step: int, collected: CollectedRollouts) -> None:
+        """Say once that no response ended, and once per cause that requests were refused.
+
+        All ranks must call.
+        """
+        setup, world = self._task.conversation_setup, self._mesh.world
+        cut = [is_cut(each, setup) for each in collected.rollouts]
+        refused = {
+            cause: int(collected.metrics[name].value)
+            for cause, name in REFUSED.items()
+            if name in collected.metrics
+        }
+        everybody = world.all_gather_object((cut, refused))
+        cut = [each for part, _ in everybody for each in part]
+        counts = Counter[str]()
+        for _, part in everybody:
+            counts.update(part)
+        limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
+        notes = []
+        if new := {cause for cause in counts if counts[cause]} - self._said_limits:
+            notes.append(refusals(Counter({cause: counts[cause] for cause in new}), limit))
+        if cut and all(cut) and "cut" not in self._said_limits:
+            notes.append(without_end(len(cut), limit, setup))
+            new.add("cut")
+        self._said_limits |= new
+        for note in notes if world.rank == 0 else ():
             say(f"step {step}: {note}", error=True)
 
     def _made(
@@ -262,7 +281,7 @@ class RolloutSource:
         collected = self._collector.collect(
             prompts, policy_version=step - 1, seed_step=step, on_rollout=on_rollout, **where
         )
-        self._warn_without_end(step, collected)
+        self._warn_of_limits(step, collected)
         return collected, self._say_dropped(step, collected)
 
     def _drop(

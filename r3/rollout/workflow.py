@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -216,6 +218,13 @@ class WorkflowEpisode(Episode):
         except asyncio.CancelledError:
             if self._own_time is own_time:  # nobody got it, so it does not count
                 self.num_turns -= 1
+                # As it was: what the engine still samples is in no sequence. Unless it came just
+                # now: then the sequence holds a message that nobody got.
+                sequence.busy = False
+                if not sequence.calls:
+                    self.sequences.remove(sequence)
+                elif not future.cancelled():
+                    sequence.shown = ()
             raise
         finally:
             self._in_flight.discard(future)
@@ -263,6 +272,11 @@ class EpisodeModel:
         """Maximum tokens of a prompt and its response."""
         return self._episode.rules.max_model_len
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Calls of the episode that were refused, by cause; see `Model.refused`."""
+        return self._episode.refused
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self._episode.rules.setup.tokenizer.decode(list(tokens)))
@@ -279,6 +293,36 @@ class EpisodeModel:
         **options: Unpack[CallOptions],
     ) -> ModelMessage:
         """Sample the next message of a conversation; see `Model.chat`."""
+        with self._counted():
+            return await self._chat(messages, tools, options)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        **options: Unpack[CallOptions],
+    ) -> Completion:
+        """Continue a text or tokens; see `Model.complete`."""
+        with self._counted():
+            return await self._complete(prompt, options)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a call that is refused."""
+        try:
+            yield
+        except ModelLimit as limit:
+            self.refused[limit.limit] += 1
+            raise
+        except (TypeError, ValueError):
+            self.refused["invalid"] += 1
+            raise
+
+    async def _chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: CallOptions,
+    ) -> ModelMessage:
         episode, rules = self._episode, self._episode.rules
         name, sampling, train, max_tokens = self._begun(options)
         plain = [_plain(message, episode.said) for message in messages]
@@ -312,12 +356,7 @@ class EpisodeModel:
         message = message_of(completion.text, completion.finish_reason, parsed)
         return ModelMessage(message, completion, parsed)
 
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        **options: Unpack[CallOptions],
-    ) -> Completion:
-        """Continue a text or tokens; see `Model.complete`."""
+    async def _complete(self, prompt: str | Sequence[int], options: CallOptions) -> Completion:
         episode, rules = self._episode, self._episode.rules
         name, sampling, train, max_tokens = self._begun(options)
         tokenizer = rules.setup.tokenizer
@@ -376,7 +415,9 @@ class EpisodeModel:
             for key, value in given.items()
             if value is not None and value != getattr(run, key)
         }
-        if options.get("train", True) and changed:
+        if type(train := options.get("train", True)) is not bool:
+            raise ValueError(f"train must be True or False, and is {train!r}")
+        if train and changed:
             raise ValueError(
                 f"{', '.join(changed)}: tokens that are trained on are sampled as rollout.* says, "
                 "because the policy's log-probabilities are taken so. Use train=False"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
 from r3.types import Prompt, Rollout
 from tests.rounds import play_round
+from tests.talkers import values
 
 openai = pytest.importorskip("openai")
 
@@ -58,6 +60,7 @@ class Played:
             workflows, self.tokenizer, {0: PROMPT}, says=says, **options
         )
         self.rollouts: list[Rollout] = collected.rollouts
+        self.metrics = values(collected.metrics)
 
     @property
     def texts(self) -> list[str]:
@@ -338,6 +341,24 @@ def test_a_stop_string_is_cut_from_the_reply_and_stays_in_the_tokens(before: str
     assert played.texts == [f"{said}<|im_end|>" * 3, f"{said}<|im_end|>"]
 
 
+def test_a_reply_that_was_cut_is_remembered_at_its_place_only() -> None:
+    """`#### ` of another conversation is not `#### 21`, which that one never said."""
+
+    async def agent(client: Any) -> Any:
+        first = (await chat(client, stop="21")).choices[0].message.model_dump()
+        await chat(client, [*ASK, first, go], stop="21")  # an echo is what was sampled
+        # A few-shot message and another turn with the same words.
+        await chat(client, [{"role": "user", "content": "2+2?"}, first, go], stop="21")
+        await chat(client, [*ASK, first, go, first, {"role": "user", "content": "why?"}])
+
+    go = {"role": "user", "content": "go on"}
+    played = play(agent, "#### 21")
+    echo, shot, again = (played.tokenizer.decode(turn.tokens_T) for turn in played.turns[1:])
+    assert echo.count("#### 21") == 1 and "21" not in shot and "#### <|im_end|>" in shot
+    assert again.count("#### 21") == 2, "both are at their places"
+    assert played.texts == ["#### 21<|im_end|>" * 3, "#### 21<|im_end|>"]
+
+
 def test_control_tokens_that_a_client_sends_are_text() -> None:
     bad = "7<|im_end|>\n<|im_start|>assistant\n#### 5"
 
@@ -615,6 +636,75 @@ def test_a_client_that_hangs_up_leaves_no_sample() -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     assert Played(agent, says).texts == ["hello<|im_end|>"] * 2
+
+
+@pytest.mark.parametrize("way", ["chat", "complete"])
+def test_a_request_sent_again_after_a_hang_up_continues_its_sequence(way: str) -> None:
+    async def agent(client: Any) -> Any:
+        if way == "chat":
+            first = (await chat(client)).choices[0].message.model_dump()
+            messages = [*ASK, first, {"role": "user", "content": "late"}]
+            ask = functools.partial(chat, client, messages)
+        else:
+            first = (await client.completions.create(model="policy", prompt="a")).choices[0]
+            prompt = f"a{first.text}<|im_end|>late"
+            ask = functools.partial(client.completions.create, model="policy", prompt=prompt)
+        with pytest.raises(openai.APITimeoutError):
+            await ask(timeout=0.3)
+        await asyncio.sleep(1.0)
+        await ask()
+
+    def says(turn: Turn) -> str:
+        if "late" in tokenizer.decode(turn.tokens_T) and not waited:
+            waited.append(time.sleep(0.7))
+        return "hello"
+
+    waited: list[None] = []
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    played = Played(agent, says)
+    assert played.texts == ["hello<|im_end|>" * 2] and len(played.turns) == 3
+    assert played.rollouts[0].metrics == {"env/refused_hung_up": 1.0}
+
+
+def test_a_client_that_vanishes_in_mid_body_is_counted_and_prints_nothing(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(client: Any) -> Any:
+        address = client.base_url
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        head = f"POST {address.path}chat/completions HTTP/1.1\r\nHost: r3\r\n"
+        head += f"Authorization: Bearer {client.api_key}\r\nContent-Length: 1000\r\n\r\n{{"
+        writer.write(head.encode())
+        await writer.drain()
+        await asyncio.sleep(0.3)
+        writer.close()
+        await asyncio.sleep(0.3)
+        await chat(client)
+
+    played = play(agent)
+    assert played.rollouts[0].metrics == {"env/refused_hung_up": 1.0}
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+def test_refused_requests_are_counted_by_cause() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        for options in ({"n": 2}, {"max_tokens": 0}, {"model": "gpt"},
+                        {"messages": [{"role": "user", "content": LONG}]}):  # fmt: skip
+            with pytest.raises(openai.APIStatusError):
+                await client.chat.completions.create(
+                    **{"model": "policy", "messages": ASK, **options}
+                )
+        await chat(client)
+        with pytest.raises(openai.BadRequestError):
+            await chat(client)
+
+    played = play(agent, max_turns=2)
+    counts = {"env/refused_invalid": 3.0, "env/refused_length": 1.0, "env/refused_turns": 1.0}
+    assert played.rollouts[-1].metrics == counts
+    assert [bool(each.metrics) for each in played.rollouts] == [False, True]
+    assert {key: played.metrics[key] for key in counts} == counts
+    assert played.metrics["env/refused_hung_up"] == 0
 
 
 def test_a_request_without_an_answer_is_no_turn() -> None:

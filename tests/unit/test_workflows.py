@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from r3.engine import Turn
 from r3.envs.find import is_workflow
 from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
+from r3.rollout.collect import is_cut, refusals
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
@@ -168,6 +170,10 @@ class Judges:
 class Hot:
     async def run(self, task, model):
         await model.chat(task.messages, temperature=0.5)
+
+class Listed(Talks):
+    async def run(self, task, model):
+        await model.chat(task.messages, train="list")
 
 class Misspells:
     async def run(self, task, model):
@@ -411,7 +417,24 @@ def test_an_episode_at_a_limit_is_unfinished(play: Play, limit: str, finish: str
 
 def test_a_workflow_may_go_on_at_a_limit(play: Play) -> None:
     collected = play("Longer", max_turns=1000, max_response_tokens=90)
-    assert collected.rewards == [0.25] and collected.rollouts[0].metrics == {"env/limit": 1.0}
+    (rollout,) = collected.rollouts
+    assert collected.rewards == [0.25]
+    assert rollout.metrics == {"env/limit": 1.0, "env/refused_length": 1.0}
+    assert values(collected.metrics)["env/refused_length"] == 1
+    assert values(collected.metrics)["env/refused_turns"] == 0
+
+
+@pytest.mark.parametrize("at_limit", [True, False], ids=["no room", "cut"])
+def test_a_response_without_room_for_another_one_is_not_cut(play: Play, at_limit: bool) -> None:
+    """The note that none of the responses ended would blame eos_token_id."""
+    collected = play("Endless", max_turns=1000, max_response_tokens=90 if at_limit else 2)
+    (rollout,) = collected.rollouts
+    setup = ConversationSetup.of(EnvConfig(), play.tokenizer, "tiny")
+    assert rollout.finish_reason == "length" and is_cut(rollout, setup) is not at_limit
+    counts = Counter(length=int(values(collected.metrics)["env/refused_length"]), hung_up=2)
+    note = refusals(counts, "rollout.max_response_tokens 90")
+    assert note.startswith("3 calls of the model gave no message: 1 left no token to sample (")
+    assert "the clients of 2 hung up" in note and "turns" not in note
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -512,6 +535,7 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
     ("workflow", "env", "message"),
     [
         ("Hot", {}, "temperature: tokens that are trained on are sampled as rollout"),
+        ("Listed", {}, "train must be True or False, and is 'list'"),
         ("Misspells", {}, "a call of the model has no keyword max_token"),
         ("PerCall", {"args": ("count=2",)}, "returned 2 rewards, and the episode has 3 calls"),
         ("Silent", {}, "ended without a reward"),
