@@ -144,7 +144,7 @@ def _check_rl(name: str, folder: Path) -> list[dict[str, float]]:
 def check(name: str) -> None:
     """`--check` and `--dry-run`."""
     for flag in ("--check", "--dry-run"):
-        flags = _flags(name, {k: v for k, v in RL.items() if not k.startswith("debug")})
+        flags = _flags(name, _base(name))
         command = [interpreter(), "train.py", "tiny-smoke", *flags, flag]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -27,4 +27,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     kept = results()
     for name, cells in _found.items():
         kept[name] = dict(sorted((kept.get(name, {}) | cells).items()))
-    RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept))
+    RESULTS.write_text(f"{{\n{rows}\n}}\n")
