@@ -206,7 +206,8 @@ def export(name: str) -> None:
     given = json.loads((model_of(name) / "config.json").read_text())
     given = given.get("text_config", given)
     # The export has none of these layers; its type of data and of files may differ.
-    for key in given.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
+    predicting = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"}
+    for key in given.keys() & predicting:
         assert config.get(key) == 0, key
         del given[key]
     assert "auto_map" not in config, "code that the export does not have"

@@ -25,8 +25,6 @@ def unproved(found: dict[str, dict[str, str]]) -> set[str]:
 
 def test_a_family_is_listed_only_if_it_trained_as_it_is_published() -> None:
     found = results()
-    if not found:
-        pytest.skip("the first whole run has not been made")
     assert unproved(found) == set()
     # Control: one that failed, and one that was only refused.
     name = "openai/gpt-oss-20b"
