@@ -56,8 +56,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 export R3_RESUME="${NPROC:+NPROC=$NPROC }$0 --from RUN_DIR" # what a run that stops tells its user to type
 
-preload=
-if [ "$gpus" -eq 0 ]; then preload=yes; fi # CUDA does not survive the fork
 # Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
-exec "$python" "$root/launch/ranks.py" --check ${preload:+--preload} --standalone --nproc_per_node "$ranks" \
+exec "$python" "$root/launch/ranks.py" --check --standalone --nproc_per_node "$ranks" \
   --max_restarts "${MAX_RESTARTS:-0}" "$root/train.py" "$@"

@@ -207,7 +207,6 @@ def _run_ranks(invocation: Invocation) -> None:
         settings.write_text(invocation.overrides, encoding="utf-8")
         command = [
             *(sys.executable, "-m", "r3.run.ranks", "--check"),
-            *([] if has_gpu() else ["--preload"]),
             *(
                 "--standalone",
                 "--nproc_per_node",

@@ -95,7 +95,7 @@ class Nodes:
             folder,
             *flags,
             prefix=("env", "GLOO_SOCKET_IFNAME=eth0", place),
-            ranks=("--preload", *nodes, *address),
+            ranks=(*nodes, *address),
             program=program,
             is_warm=True,
         )

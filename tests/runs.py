@@ -36,8 +36,8 @@ def start(
     Args:
         launcher: further flags of torchrun.
         prefix: a command that runs torchrun.
-        is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
-            torchrun starts, as with GPUs.
+        is_forked: whether ranks are forked, for a quicker start, or are programs that torchrun
+            starts.
         is_warm: whether the launcher of forked ranks is forked too (`tests.warm`). Such a run can
             be killed, and gets no other signals.
     """
@@ -124,5 +124,5 @@ def _launcher(ranks: int, *, is_forked: bool, is_warm: bool) -> list[str]:
     if not is_forked or has_gpu():
         words = [sys.executable, "-m", "torch.distributed.run"]
     else:
-        words = [interpreter() if is_warm else sys.executable, "launch/ranks.py", "--preload"]
+        words = [interpreter() if is_warm else sys.executable, "-m", "tests.forked_ranks"]
     return [*words, "--standalone", "--nproc_per_node", str(ranks)]

@@ -149,8 +149,10 @@ def address(prepare: str, number: int) -> str:
 def stand_in(python: str, address: str) -> NoReturn:
     """Run this process's words as `python` would, with its exit code."""
     words = sys.argv[1:]
+    if words[:1] == ["-u"]:  # as torchrun starts ranks; forks write through anyway
+        words = words[1:]
     if not (words[:1] == ["-m"] or (words and words[0].endswith(".py"))):
-        os.execv(python, [python, *words])
+        os.execv(python, [python, *sys.argv[1:]])
     here = {"environment": os.environ, "folder": os.getcwd(), "executable": sys.argv[0]}
     with ask(address, words, **here) as connection:
         code = int(connection.makefile().readline())
@@ -162,8 +164,8 @@ def stand_in(python: str, address: str) -> NoReturn:
 
 def preload() -> None:
     """Import what runs need, and read the rows that they read."""
-    from r3.run import forked_ranks
     from r3.runtime.process import importing
+    from tests import forked_ranks
 
     forked_ranks.preload()
     for name in _OF_THE_SHIPPED_MODEL:
@@ -224,7 +226,7 @@ def _run_for(connection: socket.socket) -> NoReturn:
 
 def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the program of a job."""
-    from r3.run.forked_ranks import run_program
+    from tests.forked_ranks import run_program
 
     def begin() -> None:
         os.setsid()

@@ -116,8 +116,10 @@ say "trying the imports"
 unset PYTHONDONTWRITEBYTECODE
 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
   'import megatron.core, transformers, vllm
-from r3.run.forked_ranks import preload
-from r3.runtime.device import has_gpu
-has_gpu() or preload()'
+from r3.runtime.device import has_gpu, prepare_environment
+prepare_environment()
+from r3.engine.build import import_for_cpu
+from r3.run import start
+has_gpu() or import_for_cpu()'
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

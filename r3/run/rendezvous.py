@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from r3.runtime.process import children
 
 _PATIENCE_S = 8.0  # machines that start together meet within a second
 _CONNECT_S = 2.0
@@ -106,8 +109,6 @@ def impatient(words: Any, say: Callable[[str], None]) -> Iterator[None]:
         words: torchrun's, parsed.
         say: writes a line.
     """
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-
     if words.standalone or words.rdzv_backend != "c10d":
         yield
         return
@@ -117,22 +118,19 @@ def impatient(words: Any, say: Callable[[str], None]) -> Iterator[None]:
             f"r3: port {port} of this machine is taken. If that is not another launcher of this "
             "run, end this one and give --rdzv_endpoint a free port"
         )
-    timer = threading.Timer(_PATIENCE_S, lambda: say(_waits_for(host, port, words.nnodes)))
+    before = set(children(os.getpid()))
+
+    def waits() -> None:
+        if before.issuperset(children(os.getpid())):  # ranks start when the launchers have met
+            say(_waits_for(host, port, words.nnodes))
+
+    timer = threading.Timer(_PATIENCE_S, waits)
     timer.daemon = True
-    plain: Any = SimpleElasticAgent._rendezvous
-
-    def rendezvous(*arguments: Any) -> Any:
-        result = plain(*arguments)
-        timer.cancel()
-        return result
-
     timer.start()
-    setattr(SimpleElasticAgent, "_rendezvous", rendezvous)  # noqa: B010
     try:
         yield
     finally:
         timer.cancel()
-        setattr(SimpleElasticAgent, "_rendezvous", plain)  # noqa: B010
 
 
 def _waits_for(host: str, port: int, nodes: str) -> str:

@@ -1,4 +1,4 @@
-"""Process settings: which process it dies with, who may read its memory, how it imports."""
+"""Process settings: which process it dies with, what it has started, how it imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before that line
         os._exit(1)
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started and that have not ended, on Linux."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+            if int(facts.split()[1]) == parent:
+                found.append(int(pid))
+    return found
 
 
 def raise_file_limit() -> int:

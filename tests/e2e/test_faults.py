@@ -27,7 +27,7 @@ from tests.world import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.large, pytest.mark.timeout(900)]
 
 # One rank costs half of what two do; that all ranks learn of the disk of one is in tests/ranks.
-ONE_RANK = ("--preload", "--standalone", "--nproc_per_node", "1")
+ONE_RANK = ("--standalone", "--nproc_per_node", "1")
 ALONE = ("--parallel.ep", "1")
 
 

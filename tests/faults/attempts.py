@@ -23,6 +23,8 @@ STEPS = 4
 # Evaluation is left out and every step is saved: a fault then meets a save as often as a step.
 FLAGS = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", str(STEPS))
 FLAGS += ("--rollout.prompts_per_step", "8", "--data.path", FEW_ROWS)
+# Ranks are forked: most of a start is imports, and CUDA does not survive a fork.
+LAUNCHER = ("launch/ranks.py",) if has_gpu() else ("-m", "tests.forked_ranks")
 # A function with a pool that nobody closes, and faults of its own.
 REWARD = ("--reward.function", f"{ROOT}/tests/faults/reward.py:reward")
 _LIMIT_S = 300.0  # of one start, which takes 30 s on two idle cores
@@ -128,7 +130,7 @@ def launch(
     preset: str = "tiny-smoke",
     restarts: int = 0,
     prefix: tuple[str, ...] = (),
-    ranks: tuple[str, ...] = ("--check", "--preload", "--standalone", "--nproc_per_node", "2"),
+    ranks: tuple[str, ...] = ("--check", "--standalone", "--nproc_per_node", "2"),
     program: tuple[str, ...] = ("train.py",),
     is_warm: bool = False,
 ) -> Attempt:
@@ -148,7 +150,7 @@ def launch(
     variables = {"R3_FAULTS": str(folder)} | ({PID_FILE: str(pid_file)} if pid_file else {})
     command = [
         *prefix,
-        *(interpreter() if is_warm else sys.executable, "launch/ranks.py", *ranks),
+        *(interpreter() if is_warm else sys.executable, *LAUNCHER, *ranks),
         *("--max_restarts", str(restarts)),
         *(*program, preset, "--log.dir", str(folder)),
         *FLAGS,

@@ -1,4 +1,4 @@
-"""Ranks that are forked end, print and are ended as programs of their own would be."""
+"""Ranks that tests fork behave as programs would; what the launcher itself promises."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.run.forked_ranks import ForkedRank, fork_ranks, preload
 from r3.run.watcher import ENDS_RANK
+from tests.forked_ranks import ForkedRank, fork_ranks, preload
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -116,7 +116,7 @@ def test_waiting_for_a_rank_ends_in_time_and_a_signal_is_its_code(script: Path) 
 
 IN_FORK = """
 import os, signal, sys
-from r3.run.forked_ranks import ForkedRank
+from tests.forked_ranks import ForkedRank
 
 class Stop(Exception):
     pass
@@ -195,13 +195,13 @@ def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(
 
 def test_ranks_with_gpus_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("r3.runtime.device.has_gpu", lambda: True)
-    with pytest.raises(RuntimeError, match="leave out --preload"):
+    with pytest.raises(RuntimeError, match="CUDA does not survive a fork"):
         preload()
 
 
-def test_a_mistake_ends_the_launcher_while_it_imports(tmp_path: Path) -> None:
+def test_a_mistake_ends_the_launcher_before_there_are_ranks(tmp_path: Path) -> None:
     words = ("tiny", "--train.stepss", "3", "--log.dir", str(tmp_path / "run"))
-    ranks = ("--check", "--preload", "--standalone", "--nproc_per_node", "2", "train.py")
+    ranks = ("--check", "--standalone", "--nproc_per_node", "2", "train.py")
     done = subprocess.run(
         [sys.executable, "launch/ranks.py", *ranks, *words],
         cwd=ROOT,
@@ -248,5 +248,5 @@ def test_a_second_ctrl_c_ends_a_rank_that_sees_no_signal(tmp_path: Path) -> None
 
 
 def test_the_signal_of_the_watchdog_is_known_to_the_launcher() -> None:
-    """launch/ranks.py cannot import it: without --preload it may run where R3 is not installed."""
+    """launch/ranks.py cannot import it: it imports nothing of R3 until ranks are started."""
     assert f"_ENDS_RANK = signal.{ENDS_RANK.name}" in (ROOT / "launch" / "ranks.py").read_text()

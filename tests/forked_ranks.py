@@ -1,7 +1,9 @@
-"""Fork CPU ranks from a launcher that has imported everything they need (`launch/ranks.py`).
+"""`launch/ranks.py` with CPU ranks forked from a process that has imported everything they need.
+
+    python -m tests.forked_ranks --check --standalone --nproc_per_node 2 train.py PRESET ...
 
 Imports are most of a start, and every rank would make the same ones. CUDA does not survive a fork,
-so ranks with GPUs are programs of their own.
+so tests with GPUs use the launcher itself.
 """
 
 from __future__ import annotations
@@ -16,10 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from r3.run.ranks import launch, torchrun
 from r3.runtime.process import die_with_parent, importing, name_process
 from r3.runtime.terminal import visible
 
 _POLL_S = 0.02
+
+
+def start_torchrun(argv: list[str]) -> ForkedRank:
+    """Fork the process that runs torchrun."""
+    words = (sys.executable, "-u", "-m", "tests.forked_ranks", "--torchrun", *argv)
+    return ForkedRank(words, dict(os.environ))
 
 
 def preload() -> None:
@@ -35,7 +44,7 @@ def preload() -> None:
         from r3.runtime.device import has_gpu, prepare_environment
 
         if has_gpu():
-            raise RuntimeError("leave out --preload: CUDA does not survive a fork")
+            raise RuntimeError("use launch/ranks.py: CUDA does not survive a fork")
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         prepare_environment()  # vLLM reads some of it when it is imported
         from r3.engine.build import import_for_cpu
@@ -159,7 +168,7 @@ def _run(
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         for each in waiting:
             signal.raise_signal(each)
-        name_process(f"r3-rank-{env['RANK']}")
+        name_process(f"r3-rank-{env['RANK']}" if "RANK" in env else "r3-torchrun")
 
     run_program(argv, env, begin)
 
@@ -200,3 +209,11 @@ def run_program(argv: list[str], env: dict[str, str], begin: Callable[[], None])
             _flush()
         finally:  # an error of a closed stream must not enter the launcher's code
             os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--torchrun":
+        fork_ranks()
+        sys.exit(torchrun(sys.argv[2:]))
+    preload()
+    sys.exit(launch(sys.argv[1:], start_torchrun))
