@@ -276,7 +276,7 @@ def test_a_teacher_and_a_reward_model_may_be_names_too(
     assert code == 2 and "is a checkpoint of Qwen3MoeForCausalLM, not of a sequence class" in text
 
 
-def test_tensors_that_do_not_fit_are_named_before_the_weights_are_downloaded(
+def test_tensors_that_do_not_fit_are_named_before_the_download(
     hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """By the index. Prediction layers are left out, whether config.json counts them or not."""
