@@ -28,6 +28,9 @@ setup: ## create or refresh .venv with the CPU stack (a minute and a half; at on
 
 demo: setup ## train the embedded model on this CPU
 	launch/local.sh tiny
+	@echo "next       $(PY) -m r3.show runs/tiny      read samples"
+	@echo "           $(PY) -m r3.report runs/tiny    charts, report.html"
+	@echo "           make compare                         the same run without replay"
 
 compare: demo ## train the demo once more without replay; both runs on one page, runs/compare.html
 	launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import numbers
 import os
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def train(
 
 
 def _named(settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings with the names of functions and classes in their place.
+    """Settings with Python's own numbers, and the names of functions and classes in their place.
 
     Every rank and worker loads them from their files, as those of a command line.
 
@@ -123,6 +124,8 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
             return {key: named(each, f"{inside}{key}") for key, each in value.items()}
         if isinstance(value, list | tuple):
             return type(value)([named(each, field) for each in value])
+        if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):  # of numpy
+            return int(value) if isinstance(value, numbers.Integral) else float(value)
         if not callable(value):
             return value
         name = getattr(value, "__qualname__", type(value).__qualname__)

@@ -110,7 +110,8 @@ def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckRe
         # Guards raise AssertionError. RouteError, SyncError, EngineStateError, WeightMismatch,
         # ResidencyError and collectives that time out are RuntimeErrors.
         except (AssertionError, RuntimeError, ValueError) as error:
-            text, passed = f"{type(error).__name__}: {error}", False
+            said = str(error).removeprefix(f"rank {run.mesh.world.rank}: ")
+            text, passed = f"{type(error).__name__}: {said}", False
         answers = run.mesh.world.all_gather_object((passed, text))
         failures = [f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well]
         if failures:

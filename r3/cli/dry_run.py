@@ -62,7 +62,9 @@ def _times(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
     if not fit(config, shape, world_size, gpu.gib).fits:
         return ""
     seconds = step_seconds(config, shape, world_size, gpu)
-    return f"{describe_seconds(seconds)}; sum {sum(seconds.values()):.1f}\n{assumptions(gpu)}"
+    return (
+        f"{describe_seconds(seconds)}; sum {sum(seconds.values()):.1f}\n{assumptions(config, gpu)}"
+    )
 
 
 def _model(shape: ModelShape) -> str:

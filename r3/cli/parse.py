@@ -610,13 +610,31 @@ def _placed(
     if stays and not plans:
         fix = (
             f"set them back to continue that run, or start a new one:\n      {again(other.log.dir)}"
+            f"\n    {_first_weights(config)}"
         )
         problems.append(other_run(folder, changes, fix))
         return config, ""
-    end = f"This one: {other.log.dir}"
+    end = f"This one: {other.log.dir}. {_first_weights(config)}"
     if stays:
         end = f"A start there is refused. Free: --log.dir {other.log.dir}"
     return other, f"note: {folder} {other_run(folder, changes).rule}  {end}"
+
+
+def _first_weights(config: Config) -> str:
+    """What a new run starts from, beside one in its folder that a user may mean to go on with."""
+    folder = Path(config.log.dir)
+    export = folder / "hf" / max(_saved(folder))
+    made = "" if export.exists() else f" (python -m r3.export {folder} writes it)"
+    return (
+        f"It starts from the weights of {config.model.path}. To start from those of {folder}, add "
+        f"--model.path {export}{made}"
+    )
+
+
+def _saved(folder: Path) -> list[str]:
+    """Names of the complete checkpoints of a run, as those of its exports."""
+    names = (path.name for path in folder.glob("checkpoints/step_*"))
+    return [name for name in names if _CHECKPOINT.fullmatch(name)]
 
 
 def _is_free(config: Config, at_fault: Collection[str]) -> bool:
@@ -633,7 +651,7 @@ def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, 
         ConfigError: the settings of that run cannot be read.
     """
     folder = Path(config.log.dir)
-    if not any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*")):
+    if not _saved(folder):
         return {}
     try:
         before = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from r3.config import Config, Problem, with_values
 from r3.models.shape import ModelShape
@@ -85,10 +86,29 @@ def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found
         text += f"; the best layout lacks: {lacks}"
     else:
         text += "; each lacks memory in another phase, or the checks refuse it"
+    for flags, changes in _with_adapters(config, shape):
+        if search(with_values(config, changes), shape, world_size, gpu).proposals:
+            text += f"\nwith adapters, the model fits: add {flags} to the command (docs/lora.md)"
+            break
     for count in (2 * world_size, 4 * world_size, 8 * world_size):
         if search(config, shape, count, gpu).proposals:
             return f"{text}\n{count} such devices would fit: --plan-for {count}x{gpu.gib:g}"
     return text
+
+
+def _with_adapters(config: Config, shape: ModelShape) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Flags of LoRA that need less memory than the settings, and what they set."""
+    changes: dict[str, Any] = {}
+    if not config.lora.rank:
+        changes |= {"lora.rank": 32} | ({"lora.expert_rank": 4} if shape.moe_layers else {})
+        yield _flags(changes), changes
+    if config.model.base == "dtype":
+        changes = {**changes, "model.base": "int8"}
+        yield _flags(changes), changes
+
+
+def _flags(changes: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in changes.items())
 
 
 def _refused(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
@@ -129,7 +149,7 @@ def plan_for(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> tu
         entries.setdefault(_figures(proposal), proposal.flags or "(the settings as they are)")
     shown = list(entries.items())[:_SHOWN_PROPOSALS]
     texts = [f"{number}. {flags}\n{text}" for number, (text, flags) in enumerate(shown, 1)]
-    return True, "\n\n".join([head, *texts, assumptions(gpu)])
+    return True, "\n\n".join([head, *texts, assumptions(config, gpu)])
 
 
 def _figures(proposal: Proposal) -> str:
@@ -149,10 +169,13 @@ def describe_seconds(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
 
 
-def assumptions(gpu: Gpu) -> str:
+def assumptions(config: Config, gpu: Gpu) -> str:
     """What estimated seconds rest on."""
+    rollout = config.rollout
+    batch = f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples"
     return (
-        f"Times are estimates for responses of maximum length on {gpu.name} ({gpu.tflops:g} "
+        f"Times are estimates for steps of {batch} with responses of maximum length "
+        f"({rollout.max_response_tokens:,} tokens) on {gpu.name} ({gpu.tflops:g} "
         f"TFLOP/s bfloat16, {gpu.memory_gbs:g} GB/s memory, {gpu.link_gbs:g} GB/s links, "
         f"{gpu.network_gbs:g} GB/s network).\n{EFFICIENCY}"
     )

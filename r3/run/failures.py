@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
-from r3.run.folder import RunDir, write_text
+from r3.run.folder import RunDir, step_folders, write_text
 from r3.run.writing import SaveError
 from r3.runtime.process import start_command
 from r3.runtime.terminal import flush, say
@@ -52,6 +53,7 @@ _NO_HOST_MEMORY = (
     "Cannot allocate memory",
 )
 _SHOWN_FRAMES = 3
+_OF_A_RANK = re.compile(r"rank \d+: ")
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
@@ -121,28 +123,31 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
         path: file with the full traceback, in `errors/` of the run's folder.
         is_written: whether that file is there.
     """
-    resume = resume_command(path.parent.parent)
+    folder = path.parent.parent
+    saved = step_folders(RunDir(folder).checkpoints)
+    resume = f"{'continue' if saved else 'start again'} with: {resume_command(folder)}"
     if isinstance(error, KeyboardInterrupt):
-        return f"\ninterrupted by SIGINT; continue with: {resume}"
+        return f"\ninterrupted by SIGINT; {resume}"
+    where = "" if _OF_A_RANK.match(str(error)) else f" on rank {rank}"
     if isinstance(error, _EXPLAINED):
-        lines = [f"{type(error).__name__} on rank {rank}: {error}"]
+        lines = [f"{type(error).__name__}{where}: {error}"]
     elif any(sign in str(error) for sign in _NO_HOST_MEMORY) or isinstance(error, MemoryError):
         said = str(error).splitlines() or ["MemoryError"]
         lines = [
-            f"out of host memory on rank {rank}: {said[0]}",
+            f"out of host memory{where}: {said[0]}",
             "  The system or the container has a limit (ulimit -v, cgroup) or no more. Raise it,",
             "  start fewer ranks, or lower train.micro_batch_tokens or engine.kv_cache_gib.",
         ]
     elif isinstance(error, torch.OutOfMemoryError):
         lines = [
-            f"out of memory on rank {rank}: {str(error).splitlines()[0]}",
+            f"out of memory{where}: {str(error).splitlines()[0]}",
             "  Lower train.micro_batch_tokens, engine.memory_fraction or engine.kv_cache_gib, or",
             "  set model.recompute full. --dry-run prints the memory of each phase.",
         ]
     else:
         frames = traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:]
-        lines = [f"{type(error).__name__} on rank {rank}: {error}"]
+        lines = [f"{type(error).__name__}{where}: {error}"]
         lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     if is_written:
         lines.append(f"  full traceback: {path}")
-    return "\n".join(["", *lines, f"  continue with: {resume}"])
+    return "\n".join(["", *lines, f"  {resume}"])

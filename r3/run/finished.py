@@ -69,7 +69,7 @@ def result(config: Config, run_dir: RunDir, step: int) -> str:
         for name, key in headlines(after).items()
         if key in before
     ]
-    parts = [", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)]
+    parts = [", ".join([f"{step} step{'s' * (step != 1)}", *figures]), *_mismatch_of(rows)]
     goal = Goal.of(flatten(config))
     values = goal.values(rows)
     if (best := best_step(values)) is not None:
@@ -93,5 +93,6 @@ def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
     if not pairs:
         return []
     replay, live = (fmean(column) for column in zip(*pairs, strict=True))
-    times = [f"{live / replay:,.0f} times"] if replay else []
+    ratio = live / replay if replay else 0
+    times = [f"{ratio:,.{0 if ratio >= 10 else 1}f} times"] if replay else []
     return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]

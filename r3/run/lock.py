@@ -202,6 +202,26 @@ def require_free(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Whether the run of a folder was killed: nobody holds it, and nobody has released it.
+
+    False as well for a run of another machine. Changes nothing.
+    """
+    here = Holder(host=socket.gethostname(), pid=os.getpid(), started="", boot=boot_id())
+    try:
+        descriptor = os.open(folder / _NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        holder = _read(descriptor)
+    except OSError:  # a run holds it, or this file system has no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return holder is not None and not holder.ended and here.shares_locks(holder)
+
+
 def _flock(descriptor: int, path: Path) -> bool:
     """Lock the file; False if this file system has no locks."""
     until = time.monotonic() + _RETRY_S

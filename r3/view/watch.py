@@ -18,6 +18,7 @@ from rich.text import Text
 from r3.metrics.console import duration_text
 from r3.metrics.glossary import headlines
 from r3.run.folder import RunDir
+from r3.run.lock import is_abandoned
 from r3.runtime.terminal import visible
 from r3.view.runs import RunFacts
 
@@ -111,21 +112,23 @@ def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
     """Everything that `r3.watch` shows."""
     steps = facts.steps
     done = int(facts.rows[-1]["step"]) if facts.rows else 0
+    end = facts.end
+    if not end and not facts.is_finished and is_abandoned(facts.path):
+        end = "the run was killed: no process writes to its folder"
+    is_silent = bool(beats) and all(beat.age_s > STALE_S for beat in beats)
     return Group(
         Text(visible(facts.path), style="bold"),
-        _progress(done, steps, _time_left(facts)),
-        *([Text(visible(facts.end), style="bold red")] if facts.end else []),
+        _progress(done, steps, "" if end or is_silent else _time_left(facts)),
+        *([Text(visible(end), style="bold red")] if end else []),
         *(Text(visible(note), style="yellow") for note in facts.notes),
         Text(""),
         _figures(facts.rows),
         Text(""),
-        _ranks(beats, is_done=bool(facts.end) or facts.is_finished),
+        _ranks(beats, is_done=bool(end) or facts.is_finished, is_silent=is_silent),
     )
 
 
 def _time_left(facts: RunFacts) -> str:
-    if facts.end:
-        return ""
     if facts.is_finished:
         return "finished"
     left = remaining_s(facts.rows, facts.steps)
@@ -163,14 +166,14 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     return table
 
 
-def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
+def _ranks(beats: Sequence[Heartbeat], *, is_done: bool, is_silent: bool) -> RenderableType:
     if not beats:
         return Text(
             "no heartbeats: the run did not start its steps, or debug.stall_s is 0", style="dim"
         )
     if is_done:
         return Text("")
-    if all(beat.age_s > STALE_S for beat in beats):
+    if is_silent:
         age = duration_text(min(beat.age_s for beat in beats))
         return Text(f"all ranks silent for {age}: the run was stopped, or hangs", style="bold red")
     phases: dict[str, list[int]] = {}

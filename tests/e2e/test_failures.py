@@ -46,7 +46,7 @@ def test_a_wrong_reward_prints_one_block_and_keeps_what_was_written(tmp_path: Pa
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     command = f"NPROC=2 launch/local.sh --from {tmp_path / 'run'}"
-    assert lines[-1] == f"  continue with: {command}"
+    assert lines[-1] == f"  start again with: {command}", "no checkpoint yet"
     assert done.stderr.count("ZeroDivisionError") == 1
     assert f'File "{tmp_path}/mine.py", line 3, in mine' in done.stderr
     assert "reward mine failed (error)" in done.stderr

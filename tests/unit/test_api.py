@@ -53,6 +53,23 @@ def test_all_mistakes_are_raised_at_once_and_nothing_is_written() -> None:
     assert not list(Path.cwd().iterdir())
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Those of a sweep, such as np.logspace; their values are checked as any others."""
+    values = {
+        "train.lr": np.float64(1e-3),
+        "train.steps": np.int64(0),
+        "eval.samples": [np.int8(1)],
+    }
+    with pytest.raises(ConfigError) as raised:
+        train("tiny-smoke", {**values, "parallel.ep": np.int32(1)})
+    text = str(raised.value)
+    assert "train.steps = 0: must be at least 1" in text
+    assert "train.lr" not in text and "eval.samples" not in text and "np." not in text
+    with pytest.raises(ConfigError, match=r"train\.steps = 3\.0: must be an integer"):
+        train("tiny-smoke", {"parallel.ep": 1, "train.steps": np.float32(3)})
+    assert _named({"log.tensorboard": True}) == {"log.tensorboard": True}
+
+
 def test_a_preset_that_does_not_exist_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean tiny"):
         train("tinny")

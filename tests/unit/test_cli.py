@@ -458,7 +458,12 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
         "    Fix: set them back to continue that run, or start a new one:",
         f"      launch/local.sh --from {run} --train.lr 1e-3 --rollout.group_size 4 --eval.every 1 "
         f"--log.dir {run}-2",
+        f"    It starts from the weights of {PRESETS['tiny']().model.path}. To start from those of "
+        f"{run}, add --model.path {run}/hf/step_000010 (python -m r3.export {run} writes it)",
     ]
+    (run / "hf" / "step_000010").mkdir(parents=True)
+    message = refusal(capsys, "--from", str(run), "--train.lr", "1e-3")
+    assert message.endswith(f"add --model.path {run}/hf/step_000010\n")
 
 
 def test_ctrl_c_before_the_run_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,13 +119,29 @@ def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> Non
     (tmp_path / "errors").write_text("a file where the folder should be")
     done = run(tmp_path, 1, breaks("broke"))
     assert "full traceback" not in done.stderr and "in breaks" not in done.stderr
-    assert "continue with: " in done.stderr
+    assert "start again with: " in done.stderr
 
 
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
+    """A run without a checkpoint has nothing that continues."""
+    path, command = tmp_path / "errors" / "rank_00000.txt", resume_command(tmp_path)
+    error = raised(KeyboardInterrupt())
+    text = failure_text(error, rank=0, path=path)
+    assert text == f"\ninterrupted by SIGINT; start again with: {command}"
+    (RunDir(tmp_path).checkpoints / ".step_000001.partial").mkdir(parents=True)
+    assert failure_text(error, rank=0, path=path) == text
+    RunDir(tmp_path).checkpoint(1).mkdir()
+    text = failure_text(error, rank=0, path=path)
+    assert text == f"\ninterrupted by SIGINT; continue with: {command}"
+    text = failure_text(raised(KeyError("x")), rank=0, path=path)
+    assert text.endswith(f"  continue with: {command}")
+
+
+def test_a_message_that_names_a_rank_names_it_once(tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
-    text = failure_text(raised(KeyboardInterrupt()), rank=0, path=path)
-    assert text == f"\ninterrupted by SIGINT; continue with: {resume_command(tmp_path)}"
+    for said in ("rank 1: /full: No space left", "no space"):
+        text = failure_text(raised(SaveError(said)), rank=0, path=path)
+        assert text.count("rank ") == 1 and said in text
 
 
 @pytest.mark.parametrize(

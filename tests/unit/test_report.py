@@ -203,6 +203,20 @@ def test_without_the_model_the_export_has_the_tokenizer(tmp_path: Path) -> None:
     assert exported["vocabulary"] and exported["notes"] == []
 
 
+def test_the_page_has_a_dark_half_of_every_colour() -> None:
+    """Colours stand in the two lists alone; those that are drawn on white keep their own white."""
+    styles = (Path(page_data.__code__.co_filename).parent / "assets" / "report.css").read_text()
+    light, _, styles = styles.removeprefix(":root {").partition("\n}\n")
+    dark, _, rest = styles.partition("\n  }\n}\n")
+    assert dark.strip().startswith("@media (prefers-color-scheme: dark) {\n  :root {")
+    colours = [re.findall(r"(--[a-z]+): (#[0-9a-f]+);", half) for half in (light, dark)]
+    assert [name for name, _ in colours[0]] == [name for name, _ in colours[1]]
+    assert not {*colours[0]} & {*colours[1]}
+    assert re.findall(r"[a-z.]+ span\.s \{[^}]*\}", rest) and "overflow-x: auto" in rest
+    others = {"#cfd3d9", "#d9a032", "#1c2128", "#fff", "#9db8d9", "#8cc2a0", "#c9a5d6", "#e2c47c"}
+    assert {*re.findall(r"#[0-9a-f]{3,6}\b", rest)} <= others - {"#cfd3d9"}
+
+
 def test_asked_steps_are_shown_if_they_were_dumped(run: Path) -> None:
     data = page_data([run], Limits(steps=(3, 7)))
     assert {dump["step"] for dump in data["runs"][0]["dumps"]} == {3}

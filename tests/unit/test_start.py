@@ -326,13 +326,13 @@ def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:
 def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> None:
     """Replay is off, or no step was compared (replay.shadow_every)."""
     run_dir = run_of(tmp_path, {}, {"mismatch/k3": 1e-3})
-    assert result(Config(), run_dir, 1) == "1 steps"
+    assert result(Config(), run_dir, 1) == "1 step"
     assert result(Config(), RunDir(tmp_path / "nothing"), 0) == "0 steps"
 
 
 def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path, {}, {"mismatch/k3_replay": 0.0, "mismatch/k3_live": 0.0})
-    assert result(Config(), run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
+    assert result(Config(), run_dir, 1) == "1 step; replay: k3 0.0e+00, live: 0.0e+00"
 
 
 @pytest.mark.large

@@ -84,7 +84,36 @@ def test_silence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "rank 0 made no progress for 4m" in shown(capsys, run)
     for rank in (0, 1):
         beat(run, rank, "train", age_s=2 * STALE_S)
-    assert "all ranks silent for 4m: the run was stopped, or hangs" in shown(capsys, run)
+    out = shown(capsys, run)
+    assert "all ranks silent for 4m: the run was stopped, or hangs" in out and "left" not in out
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from r3.run.lock import hold
+lock = hold(Path(sys.argv[1]))
+if sys.argv[2] == "release": lock.release()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("word", ["hold", "release"])
+def test_a_killed_run_is_not_shown_as_alive(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    beat(run, 0, "train")  # a moment ago
+    command = [sys.executable, "-c", HOLD, str(run), word]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        out = shown(capsys, run)
+        assert "about 2s left" in out and "train: rank 0" in out and "was killed" not in out
+        process.kill()
+    out = shown(capsys, run)
+    assert ("the run was killed" in out) == (word == "hold"), "a run that released it was not"
+    assert ("left" in out) == ("train: rank 0" in out) == (word == "release")
 
 
 def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 // All charts. Each is a function that draws into its box, and is called again when a run is shown or hidden.
 
-const FONT = { family: 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif', size: 12, color: "#626b78" };
+/** A colour of the page, light or dark. */
+const ofPage = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const FONT = { family: 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif', size: 12, color: ofPage("soft") };
 const PLOT_SETTINGS = { displayModeBar: false, responsive: true };
 const PHASES = { sync: "#8d95a1", generate: "#4c86c6", score: "#9cc3e6", pack: "#e2c47c", train: "#d9793f",
   evaluate: "#6bab84", checkpoint: "#a57fbf", export: "#c9a5d6", rest: "#dfe2e6" };
@@ -18,10 +20,10 @@ function redrawCharts() {
 }
 
 function layout(more = {}) {
-  const axis = { gridcolor: "#eceef1", zerolinecolor: "#dfe2e6", linecolor: "#cfd3d9", automargin: true, tickfont: FONT };
+  const axis = { gridcolor: ofPage("grid"), zerolinecolor: ofPage("border"), linecolor: ofPage("border"), automargin: true, tickfont: FONT };
   const { xaxis = {}, yaxis = {}, ...rest } = more;
-  return { font: FONT, margin: { l: 46, r: 10, t: 8, b: 34 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "x unified",
-    hoverlabel: { bgcolor: "#fff", bordercolor: "#cfd3d9", font: { ...FONT, color: "#1c2128" } }, showlegend: false,
+  return { font: FONT, margin: { l: 46, r: 10, t: 8, b: 34 }, paper_bgcolor: ofPage("card"), plot_bgcolor: ofPage("card"), hovermode: "x unified",
+    hoverlabel: { bgcolor: ofPage("card"), bordercolor: ofPage("border"), font: { ...FONT, color: ofPage("ink") } }, showlegend: false,
     xaxis: { ...axis, showgrid: false, zeroline: false, nticks: 8, title: { text: "step", font: FONT, standoff: 4 }, ...xaxis },
     yaxis: { ...axis, ...yaxis }, ...rest };
 }
@@ -32,7 +34,7 @@ function chartCard(box, title, note, key = []) {
   for (const [label, dash, colour] of key) {
     const item = make("span");
     const pattern = { solid: "none", dot: "2 3", dash: "6 4" }[dash];
-    item.innerHTML = `<svg width="22" height="8"><line x1="0" x2="22" y1="4" y2="4" stroke="${colour || "#626b78"}" stroke-width="2" stroke-dasharray="${pattern}"/></svg>`;
+    item.innerHTML = `<svg width="22" height="8"><line x1="0" x2="22" y1="4" y2="4" stroke="${colour || FONT.color}" stroke-width="2" stroke-dasharray="${pattern}"/></svg>`;
     item.append(label);
     legend.append(item);
   }
