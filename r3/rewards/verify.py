@@ -37,6 +37,8 @@ _EULER = re.compile(r"(?<![\w.}^])([0-9]+)e([-+][0-9]+)(?![\w.])")
 _UNIT = re.compile(r"([-+]?[0-9][0-9.,]*)\s+([A-Za-z]{3,}(?:\s+[A-Za-z]{2,})*)\.?")
 _SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+")  # 10 000, which would be a product
 _MIXED = re.compile(r"(?<![\w.^}])([0-9]+)(?:\\?[ ]|~)+([0-9]+/[0-9]+)(?![\w/])")  # 1 1/2
+# A product, which math-verify would read as a mixed number: (2)(3) as 5.
+_PRODUCT = re.compile(r"(?<![\w.}^])([0-9.]+|\([0-9.]+\))[ ]*\((-?[0-9.]+)\)")
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 # A number that no space parts from what is before it, which math-verify would not see.
 _ATTACHED = re.compile(r"(?<=[^\W\d_]:)(?=[-+]?[0-9])|(?<=[^\W\d_A-Za-z])(?=[-+]?[0-9])")
@@ -215,7 +217,8 @@ def _trimmed(text: str) -> str:
 def _readable(text: str, *, euler: bool = False) -> str:
     """Write an answer as math-verify reads it exactly: numbers without gaps and powers of ten."""
     text = _EULER.sub(r"\1 e \2", text) if euler else text
-    text = _last_side(_trimmed(_MEMBER.sub("", plain(text))))
+    text = _PRODUCT.sub(r"\1*(\2)", _MEMBER.sub("", plain(text)))
+    text = _last_side(_trimmed(text))
     if whole := _TEXT.fullmatch(text):
         text = rf"\text{{{_trimmed(whole[1])}}}"
     if unit := _UNIT.fullmatch(_TEXT.sub(r" \1 ", text).strip()):

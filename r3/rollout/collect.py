@@ -166,20 +166,35 @@ def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
     )
 
 
-def refusals(counts: Counter[str], limit: str) -> str:
-    """The note that requests of a workflow got no message, by cause."""
+def limit_notes(
+    cut: Sequence[bool], refused: Counter[str], said: set[str], limit: str, setup: ConversationSetup
+) -> list[str]:
+    """The notes that no response ended, and that calls of workflows gave no message.
+
+    Args:
+        cut: by response.
+        refused: such calls by cause.
+        said: what was said before, which is not said again; it gets what is new.
+    """
     causes = {
-        "length": f"{counts['length']} left no token to sample ({limit}, or the context; what "
-        "comes between two messages of the model counts too)",
-        "turns": f"{counts['turns']} were beyond env.max_turns",
-        "invalid": f"{counts['invalid']} had an argument, a message or a field that cannot be used",
-        "hung_up": f"the clients of {counts['hung_up']} hung up",
+        "length": f"left no token to sample ({limit}, or the context; what comes between two "
+        "messages of the model counts too)",
+        "turns": "beyond env.max_turns",
+        "invalid": "with an argument, a message or a field that cannot be used",
+        "hung_up": "whose client hung up",
     }
-    said = ", ".join(text for cause, text in causes.items() if counts[cause])
-    return (
-        f"{counts.total()} calls of the model gave no message: {said}. env/refused_* count them, "
-        "and python -m r3.show names them per sample"
-    )
+    notes = []
+    if new := [cause for cause in causes if refused[cause] and cause not in said]:
+        told = ", ".join(f"{refused[cause]} {causes[cause]}" for cause in new)
+        notes.append(
+            f"calls of the model without a message: {told}. env/refused_* count them, and "
+            "python -m r3.show names them per sample"
+        )
+    if cut and all(cut) and "cut" not in said:
+        notes.append(without_end(len(cut), limit, setup))
+        new.append("cut")
+    said.update(new)
+    return notes
 
 
 def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:

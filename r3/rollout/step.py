@@ -19,7 +19,7 @@ from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
 from r3.metrics.users import REFUSED
-from r3.rollout.collect import Collector, is_cut, refusals, rollout_metrics, without_end
+from r3.rollout.collect import Collector, is_cut, limit_notes, rollout_metrics
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
@@ -217,24 +217,18 @@ class RolloutSource:
         """
         setup, world = self._task.conversation_setup, self._mesh.world
         cut = [is_cut(each, setup) for each in collected.rollouts]
-        refused = {
-            cause: int(collected.metrics[name].value)
-            for cause, name in REFUSED.items()
-            if name in collected.metrics
-        }
+        refused = Counter(
+            {
+                cause: int(collected.metrics[name].value)
+                for cause, name in REFUSED.items()
+                if name in collected.metrics
+            }
+        )
         everybody = world.all_gather_object((cut, refused))
         cut = [each for part, _ in everybody for each in part]
-        counts = Counter[str]()
-        for _, part in everybody:
-            counts.update(part)
+        counts = sum((part for _, part in everybody), Counter[str]())
         limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
-        notes = []
-        if new := {cause for cause in counts if counts[cause]} - self._said_limits:
-            notes.append(refusals(Counter({cause: counts[cause] for cause in new}), limit))
-        if cut and all(cut) and "cut" not in self._said_limits:
-            notes.append(without_end(len(cut), limit, setup))
-            new.add("cut")
-        self._said_limits |= new
+        notes = limit_notes(cut, counts, self._said_limits, limit, setup)
         for note in notes if world.rank == 0 else ():
             say(f"step {step}: {note}", error=True)
 

@@ -215,7 +215,8 @@ WRITTEN = [
     ("5000000", r"\boxed{5\text{ million}}", 1), ("5", r"\boxed{5 million}", 0),
     ("2500000", "2.5 million people", 1), ("18", r"\boxed{18 thousand}", 0),
     ("1.5", r"\boxed{1 1/2}", 1), ("1 1/2", r"\boxed{1}", 0), ("11/2", r"\boxed{1 1/2}", 0),
-    ("-3/2", r"\boxed{-1 1/2}", 1), ("18", r"\boxed{\text{18 dollars}}", 1),
+    ("-3/2", r"\boxed{-1 1/2}", 1), ("6", r"\boxed{2(3) = 6}", 1), ("5", r"\boxed{(2)(3)}", 0),
+    ("3", r"\boxed{\log_2(8)}", 1), ("18", r"\boxed{\text{18 dollars}}", 1),
     ("30", '\\boxed{30\u00b0}', 1), ("12:00", r"\boxed{12:00}", 1), ("12:00", r"\boxed{1:00}", 0),
     # small numbers, dots
     ("1e-7", r"\boxed{2e-7}", 0), ("1e-7", r"\boxed{0}", 0), ("0", r"\boxed{4e-7}", 0),

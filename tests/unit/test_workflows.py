@@ -17,7 +17,7 @@ from r3.engine import Turn
 from r3.envs.find import is_workflow
 from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import is_cut, refusals
+from r3.rollout.collect import is_cut, limit_notes
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
@@ -431,10 +431,19 @@ def test_a_response_without_room_for_another_one_is_not_cut(play: Play, at_limit
     (rollout,) = collected.rollouts
     setup = ConversationSetup.of(EnvConfig(), play.tokenizer, "tiny")
     assert rollout.finish_reason == "length" and is_cut(rollout, setup) is not at_limit
-    counts = Counter(length=int(values(collected.metrics)["env/refused_length"]), hung_up=2)
-    note = refusals(counts, "rollout.max_response_tokens 90")
-    assert note.startswith("3 calls of the model gave no message: 1 left no token to sample (")
-    assert "the clients of 2 hung up" in note and "turns" not in note
+    counts, said = Counter(length=int(values(collected.metrics)["env/refused_length"])), {"turns"}
+    counts["turns"] = 3
+
+    def told() -> str:
+        limit = "rollout.max_response_tokens 90"
+        return "\n".join(limit_notes([is_cut(rollout, setup)], counts, said, limit, setup))
+
+    first = told()
+    assert first.startswith(
+        "calls of the model without a message: 1 left no token to sample (rollout.max_response_"
+    )
+    assert "env.max_turns" not in first and ("none of 1 responses ended" in first) is not at_limit
+    assert told() == "", "each cause is named once"
 
 
 # --- failures -----------------------------------------------------------------------------------
