@@ -186,6 +186,20 @@ def test_reward_args_are_typed_keyword_arguments(file: Path, workers: int) -> No
     assert [results[key].reward for key in (0, 1)] == [2.0, 1.0]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_coroutine_is_awaited_inside_a_running_loop(file: Path, workers: int) -> None:
+    """As in a cell of a notebook, where asyncio.run raises an error."""
+
+    async def cell() -> float:
+        with pytest.raises(RuntimeError, match="running event loop"):
+            asyncio.run(unused := asyncio.sleep(0))
+        unused.close()
+        with judging(f"{file}:later", workers=workers) as scorer:
+            return reward_results(scorer, ["abc"])[0].reward
+
+    assert asyncio.run(cell()) == 2.0
+
+
 def test_reward_args_can_name_one_of_several_functions(file: Path) -> None:
     functions = (f"{file}:short", f"{file}:length")
     with judging(*functions, args=("short.limit=3",)) as scorer:
