@@ -59,6 +59,7 @@ from r3.planning.verdict import (
     read_host,
     read_plan_for,
 )
+from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, is_leader, start_command
 from r3.runtime.terminal import own_streams, say
 
@@ -167,6 +168,8 @@ def parse(argv: Sequence[str]) -> Invocation:
         config, base, words.flags, world_size, problems, fetched=fetched
     )
     if not words.dry_run:
+        # Before torch is imported, which may end in a crash.
+        problems += [Problem(*each) for each in too_small()]
         for each in filter(_is_download, problems if words.check else ()):
             _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
         problems = [each for each in problems if not _is_download(each)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import traceback
 from pathlib import Path
 
@@ -137,6 +139,13 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
             f"out of host memory{where}: {said[0]}",
             "  The system or the container has a limit (ulimit -v, cgroup) or no more. Raise it,",
             "  start fewer ranks, or lower train.micro_batch_tokens or engine.kv_cache_gib.",
+        ]
+    elif isinstance(error, OSError) and error.errno == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        lines = [
+            f"too many open files{where}: {error}",
+            f"  The limit is {most} (ulimit -n), and R3 has raised it as far as it may. Raise the",
+            "  hard limit, or lower env.workers, reward.workers or the connections of your code.",
         ]
     elif isinstance(error, torch.OutOfMemoryError):
         lines = [

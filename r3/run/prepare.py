@@ -33,6 +33,7 @@ from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import has_gpu, prepare_environment
+from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, importing, is_leader, raise_file_limit
 from r3.runtime.terminal import say
 from r3.user_code.algorithm import AlgorithmError
@@ -90,6 +91,8 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
     began = time.perf_counter()
     die_with_launcher()
     config, check = invocation.config, invocation.check
+    if limits := too_small():
+        raise LaunchError([Problem(*each) for each in limits])
     require_others_in_reach(launched=not check)
     require_engines_within_machines(config)
     run_dir = RunDir(Path(config.log.dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,8 +22,11 @@ from r3.run.lock import require_held
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
 from r3.run.run_json import Identity, has_identity, write_identity
 from r3.runtime.mesh import Axis
+from r3.runtime.terminal import say
 
 _T = TypeVar("_T")
+# What exFAT, SMB and FUSE say of a symbolic link; nothing that R3 resumes from is one.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SaveError(OSError):
@@ -172,8 +176,14 @@ class Unwritten:
                 link.unlink(missing_ok=True)
                 continue
             new.unlink(missing_ok=True)
-            new.symlink_to(links[name].name)
-            os.replace(new, link)
+            try:
+                new.symlink_to(links[name].name)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                say(f"{link} is {links[name].name}; this disk has no links", error=True)
+            else:
+                os.replace(new, link)
         sync_to_disk(checkpoints)
         for step in list(saved)[: -self.keep] if self.keep else ():
             if step == best:

@@ -9,10 +9,38 @@ one tree per controller in version 1. Limits of the groups above a process hold 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 _GIB = 1024**3
+
+
+# Two ranks on the smallest model fail with 64 files; one that maps 1.7 GiB is the smallest run.
+_LEAST_FILES = 96
+_LEAST_ADDRESSES_GIB = 1.6
+
+
+def too_small() -> list[tuple[str, str, str, str]]:
+    """The limits of this process with which no run comes to its first step: name, value, what is
+    wrong, and what to do.
+    """
+    found = []
+    files, addresses = (
+        resource.getrlimit(kind)[place]
+        for kind, place in ((resource.RLIMIT_NOFILE, 1), (resource.RLIMIT_AS, 0))
+    )
+    if 0 <= files < _LEAST_FILES:
+        rule = f"a rank may open {files} files and needs at least {_LEAST_FILES}"
+        found.append(("ulimit -n", str(files), rule, "raise the hard limit to 1024 or more"))
+    if 0 <= addresses < _LEAST_ADDRESSES_GIB * _GIB:
+        rule = (
+            f"limits the address space to {addresses / _GIB:.2f} GiB; libraries, engine and policy "
+            f"of a rank map at least {_LEAST_ADDRESSES_GIB:g} GiB"
+        )
+        fix = "ulimit -v unlimited; limit memory by a control group instead"
+        found.append(("ulimit -v", str(addresses // 1024), rule, fix))
+    return found
 
 
 def host_gib(root: Path = Path("/")) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from r3.config import from_yaml
 from r3.run.best import Goal
 from r3.run.resume import step_folders
 from r3.view.runs import read_run
-from tests.runs import rows_of, run, timeless
+from tests.runs import finish, rows_of, run, start, timeless
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -51,9 +52,23 @@ def weights(folder: Path) -> dict[str, bytes]:
 def test_a_resumed_run_of_several_epochs_is_the_same_bit_for_bit(
     straight: Path, tmp_path: Path
 ) -> None:
+    """The first attempt loses run.json, and cannot write samples of evaluations."""
     folder = tmp_path / "resumed"
-    run_alone(folder, *TRAINED, "--train.steps", "3")
+    process = start(folder, *TRAINED, "--train.steps", "3", ranks=1, is_warm=True)
+    while not (folder / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.02)
+    (folder / "run.json").unlink()
+    (folder / "eval").rename(tmp_path / "eval")
+    (folder / "eval").write_text("a file")
+    output = finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert "samples of heldout after step 3 not written: " in output
+    assert "checkpoint of step 3 not written" not in output
+    (folder / "eval").unlink()
+    (folder / "run.json").unlink()
     output = run_alone(folder, *TRAINED, "--train.steps", "4")
+    assert "run.json is missing" in output and "is damaged" not in output
     assert "after step 3" in output
     assert [timeless(row) for row in rows_of(folder)] == [
         timeless(row) for row in rows_of(straight)

@@ -8,8 +8,11 @@ value counts as better, so that the run never ends.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -73,7 +76,7 @@ def test_the_end_says_what_was_best_and_for_how_long() -> None:
 
 def publish(folder: Path, step: int, *, keep: int, values: dict[int, float]) -> list[str]:
     """Complete a checkpoint; returns what is in the folder."""
-    (folder / f".step_{step:06d}.partial").mkdir()
+    (folder / f".step_{step:06d}.partial").mkdir(parents=True)
     Unwritten(
         folder=folder / f"step_{step:06d}",
         shards={},
@@ -114,6 +117,42 @@ def test_links_that_were_copied_as_folders_become_links(tmp_path: Path) -> None:
     shutil.copytree(copy / "step_000001", link)
     publish(copy, 4, keep=0, values={})
     assert not link.exists() and not list(copy.glob(".*"))
+
+
+def test_a_disk_without_links_costs_the_links_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(number: int) -> Callable[..., None]:
+        def symlink(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return symlink
+
+    monkeypatch.setattr(os, "symlink", refuse(errno.EOPNOTSUPP))
+    for step in (1, 2):
+        kept = publish(tmp_path, step, keep=1, values={2: 0.5})
+    assert kept == ["2"] and sorted(path.name for path in tmp_path.iterdir()) == ["step_000002"]
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'latest'} is step_000002; this disk has no links" in said
+    assert f"{tmp_path / 'best'} is step_000002" in said
+    monkeypatch.setattr(os, "symlink", refuse(errno.ENOSPC))  # a full disk is another matter
+    with pytest.raises(OSError, match="No space"):
+        publish(tmp_path, 3, keep=1, values={})
+
+
+def test_a_best_checkpoint_that_is_gone_and_those_of_the_original_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    """A copy of a run is resumed, without the checkpoint that was the best."""
+    values = {2: 0.9, 4: 0.5, 6: 0.4}
+    for step in (2, 4, 6):
+        publish(tmp_path / "run", step, keep=0, values=values)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+    shutil.rmtree(tmp_path / "copy" / "step_000002")
+    assert publish(tmp_path / "copy", 8, keep=1, values=values) == ["4", "8"]
+    assert (tmp_path / "copy" / "best").readlink() == Path("step_000004")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
 def test_values_come_back_from_rows() -> None:

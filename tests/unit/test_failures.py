@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -112,6 +113,14 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 def test_a_memory_limit_of_the_system_is_named(error: Exception, tmp_path: Path) -> None:
     text = failure_text(raised(error), rank=0, path=tmp_path / "errors" / "rank_00000.txt")
     assert text.startswith("\nout of host memory on rank 0: ") and "ulimit -v, cgroup" in text
+
+
+def test_the_limit_of_open_files_is_named(tmp_path: Path) -> None:
+    error = raised(OSError(errno.EMFILE, "Too many open files", "/tmp/a"))
+    text = failure_text(error, rank=0, path=tmp_path / "errors" / "rank_00000.txt")
+    assert text.startswith("\ntoo many open files on rank 0: ") and " (ulimit -n), and R3" in text
+    error = raised(OSError(errno.ENOENT, "No such file", "/tmp/a"))
+    assert "ulimit" not in failure_text(error, rank=0, path=tmp_path / "errors" / "a.txt")
 
 
 def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from r3.runtime.limits import host_gib, host_processors, openmp_threads
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -85,3 +89,33 @@ def test_limits_of_the_job_count(
 )
 def test_every_form_of_omp_num_threads_is_read(value: str, threads: int) -> None:
     assert openmp_threads(value) == threads
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (
+            "ulimit -n 64",
+            r"ulimit -n = '64': a rank may open 64 files and needs at least 96\. Fix: ",
+        ),
+        ("ulimit -v 1500000", r"ulimit -v = '1500000': limits the address space to 1\.43 GiB"),
+        ("ulimit -Sn 64", ""),  # which is raised
+        ("ulimit -n 256 -v 20000000", ""),
+    ],
+)
+def test_limits_with_which_no_run_starts_are_refused_by_name(
+    limit: str, said: str, tmp_path: Path
+) -> None:
+    """Else a run ends after its first step, or in SIGABRT, without the name of the limit."""
+    words = ["tiny-smoke", "--parallel.ep", "1", "--log.dir", str(tmp_path / "run")]
+    code = "import sys; from r3.cli.parse import parse; parse(sys.argv[1:]); print('parsed')"
+    done = subprocess.run(
+        ["bash", "-c", f'{limit}; exec "$@"', "bash", sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == ((2, "") if said else (0, "parsed\n")), done.stderr
+    assert re.search(said, done.stderr)

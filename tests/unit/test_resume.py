@@ -384,6 +384,15 @@ def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
     assert (run_dir.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
 
 
+def test_a_checkpoint_that_was_never_complete_is_none(place: Place) -> None:
+    run_dir = RunDir(place.root / "run")
+    run_dir.checkpoint(1).rename(run_dir.checkpoints / ".step_000001.partial")
+    (run_dir.checkpoints / "latest").symlink_to("step_000001")
+    start = place.start()
+    assert start.found is None and "has an unfinished run without a checkpoint" in start.notes[0]
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["latest"]
+
+
 def test_an_unfinished_run_without_a_checkpoint_is_set_aside_and_said(place: Place) -> None:
     run_dir = RunDir(place.root / "run")
     shutil.rmtree(run_dir.checkpoints)
