@@ -140,7 +140,7 @@ def test_a_disk_without_links_costs_the_links_alone(
         publish(tmp_path, 3, keep=1, values={})
 
 
-def test_a_best_checkpoint_that_is_gone_and_those_of_the_original_are_left_alone(
+def test_a_copy_without_the_best_checkpoint_leaves_the_original_alone(
     tmp_path: Path,
 ) -> None:
     """A copy of a run is resumed, without the checkpoint that was the best."""
