@@ -325,6 +325,8 @@ class EpisodeModel:
     ) -> ModelMessage:
         episode, rules = self._episode, self._episode.rules
         name, sampling, train, max_tokens = self._begun(options)
+        if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
+            raise ValueError(f"messages must be a list of messages, and is {str(messages)[:200]!r}")
         plain = [_plain(message, episode.said) for message in messages]
         if tools is None:
             tools = episode.prompt.tools or episode.workflows.tools

@@ -171,7 +171,11 @@ class Hot:
     async def run(self, task, model):
         await model.chat(task.messages, temperature=0.5)
 
-class Listed(Talks):
+class Speaks:
+    async def run(self, task, model):
+        await model.chat("hello")
+
+class Listed:
     async def run(self, task, model):
         await model.chat(task.messages, train="list")
 
@@ -545,6 +549,7 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
     [
         ("Hot", {}, "temperature: tokens that are trained on are sampled as rollout"),
         ("Listed", {}, "train must be True or False, and is 'list'"),
+        ("Speaks", {}, "messages must be a list of messages, and is 'hello'"),
         ("Misspells", {}, "a call of the model has no keyword max_token"),
         ("PerCall", {"args": ("count=2",)}, "returned 2 rewards, and the episode has 3 calls"),
         ("Silent", {}, "ended without a reward"),
