@@ -160,7 +160,8 @@ def _check_judge(config: Config, found: Findings) -> None:
             found.add(
                 "reward.prompt_file", rule, f"write {{{name}}}; other braces stay as they are"
             )
-    for name in dict.fromkeys(re.findall(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})", template)):
+    # Not behind a letter, a brace or ^, as in LaTeX.
+    for name in dict.fromkeys(re.findall(r"(?<![\w{}^])\{([A-Za-z_]\w*)\}(?!\})", template)):
         if name not in known:
             rule = f"has {{{name}}}, which the judge would be shown as it is"
             fix = f"use {', '.join(f'{{{each}}}' for each in known)}, or another form of brackets"

@@ -171,25 +171,44 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
     Raises:
         ConfigError: an instance cannot be created, or shows something unusable.
     """
+    from r3.data.conversation import MessageFault, read_tools  # settings, which workers lack
+
     late = UserFileError(f"it was not done after {START_LIMIT_S:g} s")
     try:
         with restored(spec):
             made = time_limit(lambda: found(**own_copy(arguments)), START_LIMIT_S, lambda: late)
-            return shown_by(made)
+            tools, stop = shown_by(made)
     except Exception as error:  # a user's class may raise anything
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         name = spec.rpartition(":")[2]
         rule = f"{name}({given}) raised {type(error).__name__}: {as_named(str(error))}"
         raise problem("env.path", spec, rule, "correct the class") from error
+    if functions := [each for each in tools if callable(each)]:
+        rule = f"tools has the function {functions[0].__name__}, and the model is shown schemas"
+        fix = f"transformers.utils.get_json_schema({functions[0].__name__}) makes one of it"
+        raise problem("env.path", spec, rule, fix)
+    try:
+        read_tools(tools)
+    except MessageFault as error:
+        raise problem("env.path", spec, f"tools {error.rule}", "write JSON schemas") from None
+    if not all(isinstance(each, str) and each for each in stop):
+        rule = f"stop is {list(stop)!r}, not a list of strings that are not empty"
+        raise problem("env.path", spec, rule, "write strings, or leave it out")
+    return tools, stop
 
 
-# What the methods return, checked. "" only creates the environment.
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "": lambda _: None,
-    "reset": lambda value: checked_messages(value, "reset"),
-    "step": checked_step,
-    "close": lambda _: None,
-}
+def _checked(method: str, value: Any) -> Any:
+    """Check what a method returned. The empty name only creates the environment.
+
+    Raises:
+        CallError: it is something else than agreed; without frames, which are R3's own.
+    """
+    try:
+        if method == "reset" and not (messages := checked_messages(value, method)):
+            raise TypeError("reset returned no message for the model")
+        return messages if method == "reset" else checked_step(value) if method == "step" else None
+    except (TypeError, ValueError) as error:
+        raise CallError(f"{type(error).__name__}: {error}") from error
 
 
 def _started(state: Any, method: str, arguments: Sequence[Any]) -> tuple[Environment, Shown, Any]:
@@ -204,14 +223,14 @@ def call(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
     environment, shown, value = _started(state, method, arguments)
     value = awaited(_settled(value)) if inspect.isawaitable(value) else value
     require_same(shown, environment, method)
-    return environment, _CHECKS[method](value)
+    return environment, _checked(method, value)
 
 
 async def call_async(method: str, state: Any, *arguments: Any) -> tuple[Environment, Any]:
     environment, shown, value = _started(state, method, arguments)
     value = await _settled(value)
     require_same(shown, environment, method)
-    return environment, _CHECKS[method](value)
+    return environment, _checked(method, value)
 
 
 async def _settled(value: Any) -> Any:

@@ -49,6 +49,7 @@ class Environments:
         tools: JSON schemas for the chat template.
         stop: strings that end a turn, from the environment and `env.stop`.
         one_turn: whether every conversation is the prompt and one response.
+        has_failed: whether a failure of a conversation was shown; the first one is.
     """
 
     def __init__(self, settings: EnvConfig) -> None:
@@ -67,6 +68,7 @@ class Environments:
         self.tools: Sequence[Any] = shown[0]
         self.stop = tuple(dict.fromkeys([*shown[1], *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
+        self.has_failed = False
         self._has_close = hasattr(self._class, "close")
         is_async = any(
             inspect.iscoroutinefunction(getattr(self._class, name, None))
@@ -97,6 +99,16 @@ class Environments:
     def outstanding(self) -> int:
         """Calls that were submitted and have not returned."""
         return self._pool.outstanding
+
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of lists, dicts and sets of the class, which all its instances share."""
+        values = {
+            name: value
+            for each in reversed(self._class.__mro__)
+            for name, value in vars(each).items()
+        }
+        kinds = list | dict | set
+        return {name: len(each) for name, each in values.items() if isinstance(each, kinds)}
 
     def open(self, key: int, prompt: Prompt) -> None:
         """Begin a conversation."""

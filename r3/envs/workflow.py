@@ -292,6 +292,7 @@ class Workflows:
         tools: JSON schemas for the chat template.
         stop: strings that end a message, from the class and `env.stop`.
         one_turn: False, as an environment of several turns has it.
+        has_failed: whether a failure of an episode was shown; the first one is.
         wake: put anything into it to end a wait of `poll`.
     """
 
@@ -301,6 +302,7 @@ class Workflows:
         """Take a class; the event loop starts with the first episode."""
         self.settings = settings
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.has_failed = False
         self._class = found
         self._arguments = keyword_arguments(settings.args) | settings.command_arguments
         self._shown = announced(found, self._arguments, settings.path or found.__name__)

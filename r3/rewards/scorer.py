@@ -296,7 +296,9 @@ class Scorer:
         tried = [each for each in self.components if not each.of(prompt).lacks]
         if not tried:
             return None
-        return Scorer(tried, on_error="zero", deciding=self.deciding)._awaited(rollout, prompt)
+        scorer = Scorer(tried, on_error="zero", deciding=self.deciding)
+        scorer._shown = {each.name for each in tried}  # the caller shows failures
+        return scorer._awaited(rollout, prompt)
 
     def take_counts(self) -> Counter[str]:
         """Return calls, errors, timeouts, crashes and retries since the last call."""
@@ -328,9 +330,12 @@ class Scorer:
                         text = self._describe(component, failure, case, len(keys))
                         if name in self._only_report:
                             case.unreported.append(text)
-                            self._show_once(name, text)
+                            note = "Its weight is 0, so rewards do not change. reward/unreported"
                         else:
                             case.failures.append(text)
+                            counter = {"zero": "zeroed"}.get(self.on_error, "dropped")
+                            note = f"reward.on_error is {self.on_error}. reward/{counter}"
+                        self._show_once(name, f"{text}\n  {note} counts failures.")
                     if case.num_done == len(self.components):
                         del self._cases[key]
                         results.append(self._result(key, case))
@@ -351,11 +356,10 @@ class Scorer:
         return text
 
     def _show_once(self, name: str, text: str) -> None:
-        """Print the first failure of a component that does not change the reward."""
+        """Print the first failure of a component that does not stop the run."""
         if name not in self._shown:
             self._shown.add(name)
-            note = "Its weight is 0, so rewards do not change. reward/unreported counts failures."
-            say(f"{text}\n  {note}", error=True)
+            say(text, error=True)
 
     def _result(self, key: Hashable, case: _Case) -> RewardResult:
         # In the order of reward.function: components finish in any order, and sums of floats depend

@@ -19,6 +19,7 @@ from r3.rollout.conversation import ConversationRules, EnvironmentFailed, Suspen
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode
 from r3.rollout.workflow import WorkflowEpisode
+from r3.runtime.terminal import say
 from r3.types import Prompt
 
 # Longest wait for users' code while the engine is idle. The ranks of an engine synchronise after
@@ -222,6 +223,11 @@ class Round:
                 f"{episode.who}, turn {episode.num_turns}: the {episode.kind} failed "
                 f"({episode.failure})\n  --env.on_error drop or zero continues without this sample"
             )
+        if episode.failure and not self._environments.has_failed:
+            self._environments.has_failed = True
+            counts = f"env.on_error is {on_error}. env/zeroed and env/dropped count failures."
+            failed = f"{episode.who}: the {episode.kind} failed ({episode.failure})"
+            say(f"{failed}\n  {counts}", error=True)
         made = episode.rollouts()
         if not made or (episode.failure and on_error == "drop" and not rules.keep_failed):
             self._dropped.append(f"{episode.who}: the {episode.kind} failed ({episode.failure})")

@@ -98,6 +98,7 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
     if environments.one_turn:
         return
     message = message_of(prompt.answer, "stop", Parsed(content=prompt.answer, calls=[]))
+    sizes = environments.shared_sizes()
     try:
         environments.open(0, prompt)
         first, seconds = _reply(environments, "reset", prompt, who)
@@ -114,6 +115,12 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
         )
     finally:
         environments.forget(0)
+    for name, size in environments.shared_sizes().items():
+        if sizes.get(name) != size:
+            yield (
+                f"    note: {who}environment: calls changed {name}, which belongs to the class: "
+                "all conversations of a process share it. Set it in __init__, unless that is meant"
+            )
 
 
 def _reply(environments: Environments, method: str, prompt: Prompt, who: str) -> tuple[Any, float]:

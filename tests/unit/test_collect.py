@@ -352,13 +352,16 @@ class Sealed(Odd):
 
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize("name", ["Half", "Endless", "Keys", "Sealed"])
-def test_drop_covers_messages_that_cannot_be_used(script: Script, name: str, where: str) -> None:
+def test_drop_covers_messages_that_cannot_be_used(
+    script: Script, name: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.file.write_text(ODD)
     odd: dict[str, Any] = {"args": (f"where={where}",)}
     with pytest.raises(EnvironmentFailed, match="on_error drop"):
         script.play(name, script.scorer("none"), **odd)
     collected = script.play(name, script.scorer("none"), prompts=2, on_error="drop", **odd)
     assert collected.rollouts == [] and collected.metrics["env/dropped"].value == 2
+    assert capsys.readouterr().err.count("the environment failed (error: ") == 1, "the first one"
 
 
 @pytest.mark.parametrize(("where", "outcome"), [("reset", "error"), ("step", "length")])

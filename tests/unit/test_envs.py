@@ -425,6 +425,43 @@ def lanes() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("r3-lane")]
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("tools = [look_up]", r"function look_up, .*get_json_schema\(look_up\)"),
+        ("tools = [{'type': 'function'}]", "schema 0 has no function.name"),
+        ("tools = {'look_up': look_up}", "Mine.tools is .*, not a list"),
+        ("stop = ['###', '']", "not empty"),
+        ("stop = [3]", "not a list of strings"),
+    ],
+)
+def test_what_the_model_cannot_be_shown_is_refused(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def look_up(): pass\n{GOOD}    {line}\n")
+    with pytest.raises(ConfigError, match=said):
+        Environments(EnvConfig(path=f"{file}:Mine"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("None", "TypeError: reset must return a list of messages, returned None"),
+        ("(prompt.messages, {})", "a message needs 'role' and 'content'"),
+        ("[]", "TypeError: reset returned no message for the model"),
+        ("[{'role': 'user', 'content': {'a': 1}}]", "a message needs 'role' and 'content', both"),
+    ],
+)
+def test_what_reset_returns_is_checked(value: str, text: str, tmp_path: Path) -> None:
+    """The message begins with what is wrong, without frames of R3."""
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD.replace("return prompt.messages", f"return {value}"))
+    environments = Environments(EnvConfig(path=f"{file}:Mine"))
+    environments.open(0, prompt())
+    failure = collect(environments, 1)[0].failure
+    assert failure is not None and text in failure.text and "File" not in failure.text
+    environments.close()
+
+
 def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "limited.py"
     file.write_text(WITH_ARGS)

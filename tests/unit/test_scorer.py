@@ -463,7 +463,7 @@ def test_interrupts_are_not_rewards() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("hang", "timeouts"), ("die", "crashes")])
 def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
-    file: Path, name: str, kind: str
+    file: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {"workers": 1, "timeout_s": 2.0, "on_error": "zero"}
     with judging("gsm8k", f"{file}:{name}", **settings) as scorer:
@@ -472,6 +472,8 @@ def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
     assert [found[key].reward for key in range(3)] == [2.0, 0.0, 2.0]
     assert found[1].parts == {"gsm8k": 1.0} and f"reward {name} failed" in found[1].failure
     assert counts[kind] == 1 and counts["calls"] == 6
+    shown = capsys.readouterr().err
+    assert f"reward {name} failed" in shown and "on_error is zero. reward/zeroed counts" in shown
 
 
 def test_an_async_function_runs_in_worker_processes_too(file: Path) -> None:

@@ -213,6 +213,16 @@ def test_settings_of_the_judge_are_checked(tmp_path: Path) -> None:
     assert "one group" in found(own | {"reward.pattern": "score"})["reward.pattern"]
     no_answers = own | {"data.answer_key": ""}
     assert "shows the reference answer" in found(no_answers)["reward.prompt_file"]
+    for text, rule in (
+        ("{{response}}", "has response in two pairs of braces"),
+        ("{response} {{ answer }}", "has answer in two pairs of braces"),
+        ("{response} {reference}", "has {reference}, which the judge would be shown as it is"),
+    ):
+        path.write_text(text)
+        assert rule in found(own | {"reward.prompt_file": str(path)})["reward.prompt_file"]
+    # Braces of JSON and of LaTeX, which are no places.
+    path.write_text('{question} {response} {"score": 1} {{"score": 1}} \\frac{a}{b} x_{n} e^{x}')
+    assert "reward.prompt_file" not in found(no_answers | {"reward.prompt_file": str(path)})
     path.write_text("{question} {response}")
     assert "reward.prompt_file" not in found(no_answers | {"reward.prompt_file": str(path)})
     twice = {"reward.function": ["row", "self_judge"], "reward.row_functions": ["self_judge"]}

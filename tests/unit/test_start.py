@@ -267,6 +267,31 @@ class Talk:
 """
 
 
+SHARES = """
+class Base:
+    seen, own, words = [], [], ("a",)
+class Talk(Base):
+    def __init__(self):
+        self.own = []
+    def reset(self, prompt):
+        self.own.append(prompt.id)
+        return prompt.messages
+    def step(self, message):
+        {}
+        return [], 1.0, True
+"""
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_all_conversations_share_is_a_note(shares: bool, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(SHARES.format("self.seen.append(1)" if shares else "pass"))
+    task = read_task(tiny_config(eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}))
+    said = "\n".join(check_task(task, tiny_config().algo))
+    task.close()
+    assert ("note: environment: calls changed seen, which belongs to the class" in said) == shares
+    assert "changed own" not in said
+
+
 def test_an_environment_makes_a_step(tmp_path: Path) -> None:
     """With the reference answer as the model's message."""
     rows = tmp_path / "rows.jsonl"
