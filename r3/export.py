@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from r3.data.tokenizer import load_tokenizer
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
+    kept,
     read_small_files,
     with_end_tokens,
     write_checkpoint,
@@ -179,7 +181,10 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         return
     write_checkpoint(
         order.to,
-        joined(_tensors(chunks, order.shape, mesh), order.shape),
+        chain(
+            joined(_tensors(chunks, order.shape, mesh), order.shape),
+            kept(order.config.model.path, order.shape),
+        ),
         small_files=order.small_files,
         dtype=megatron.params_dtype,
         metadata={"step": order.found.step, "from": order.config.model.path},

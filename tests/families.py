@@ -42,6 +42,7 @@ _HYBRID: dict[str, Any] = _MOE | dict(
     linear_num_value_heads=4,
     partial_rotary_factor=0.5,
 )
+_EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _DEEPSEEK: dict[str, Any] = dict(
     num_key_value_heads=8,
     moe_intermediate_size=40,
@@ -61,6 +62,8 @@ _DEEPSEEK: dict[str, Any] = dict(
     scoring_func="sigmoid",
     topk_method="noaux_tc",
 )
+# Conversations of the tests are no longer than what they choose.
+_INDEXERS: dict[str, Any] = dict(index_topk=128, index_n_heads=4, index_head_dim=16)
 _GLM: dict[str, Any] = dict(
     num_key_value_heads=2,
     head_dim=12,  # 6 are rotated
@@ -104,6 +107,10 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", _MOE),
     "qwen3_next": ("qwen3_next", _HYBRID | dict(norm_topk_prob=True)),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {key: value for key, value in _HYBRID.items() if key not in (*_MOE, *_EXPERT_SIZES)},
+    ),
     "mixtral": (
         "mixtral",
         dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=None, head_dim=16),
@@ -123,6 +130,21 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=_yarn(factor=40, mscale=1.0, mscale_all_dim=1.0),
         ),
     ),
+    "deepseek_v3.2": (
+        "deepseek_v32",
+        {key: value for key, value in _DEEPSEEK.items() if key not in _OF_ONE_VALUE}
+        | dict(q_lora_rank=24, rope_parameters=_yarn(factor=40, mscale=1.0, mscale_all_dim=1.0))
+        | _INDEXERS,
+    ),
+    "glm-5": (
+        "glm_moe_dsa",
+        _DEEPSEEK
+        | dict(n_shared_experts=1, q_lora_rank=24, routed_scaling_factor=1.8)
+        | dict(qk_nope_head_dim=20, v_head_dim=28, indexer_rope_interleave=True)
+        # As GLM-5.2: the second layer takes what the first one chose.
+        | dict(indexer_types=["full", "shared", "full"])
+        | _INDEXERS,
+    ),
     "glm-4.5-air": ("glm4_moe", _GLM | dict(partial_rotary_factor=0.5)),
     "glm-4.5": (
         "glm4_moe",
@@ -133,6 +155,17 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         _DEEPSEEK
         | dict(n_shared_experts=1, q_lora_rank=24, routed_scaling_factor=1.8)
         | dict(qk_nope_head_dim=20, v_head_dim=28),
+    ),
+    "ling": (
+        "bailing_moe",
+        dict(num_experts=16, num_experts_per_tok=4, num_shared_experts=1, moe_intermediate_size=40)
+        | dict(moe_shared_expert_intermediate_size=40, first_k_dense_replace=1, head_dim=16)
+        | dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5)
+        | dict(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32")
+        | dict(num_key_value_heads=2, use_qk_norm=True, use_rmsnorm=True, use_bias=False)
+        | dict(use_qkv_bias=False, partial_rotary_factor=0.5, rope_theta=600000.0)
+        | dict(rope_scaling=None, rms_norm_eps=1e-6, embedding_dropout=0.0, output_dropout=0.0)
+        | dict(attention_dropout=0.0, hidden_act="silu", num_nextn_predict_layers=0),
     ),
     "granitemoe": (
         "granitemoe",
@@ -174,15 +207,16 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-yarn": ("qwen3", dict(head_dim=16, rope_parameters=_yarn(factor=16.0))),
 }
-DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
-HYBRID = ("qwen3_next", "qwen3_5_moe")  # gated delta layers and attention
-HALF_ENGINE_FAMILIES = ("qwen3_next", "gpt_oss")
+DENSE_FAMILIES = ("qwen3", "qwen2", "qwen3_5", "llama", "llama3.1", "qwen3-yarn")
+HYBRID = ("qwen3_next", "qwen3_5_moe", "qwen3_5")  # gated delta layers and attention
+HALF_ENGINE_FAMILIES = ("qwen3_next", "qwen3_5_moe", "qwen3_5", "gpt_oss")
 """What vLLM computes on CPU in bfloat16 only."""
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 ENGINE_FAMILIES = (
     # One of each of vLLM's ways to weights and routers. tests/e2e/test_engine.py has qwen3_moe, and
     # tests/matrix every family.
     *("qwen2_moe", "deepseek_v3", "glm-4.7-flash", "granitemoe", "minimax-m2", "ernie4_5_moe"),
+    *("ling", "glm-5"),
     "llama3.1",
     # Tied embeddings: one family without experts, one with.
     "qwen3-tied",
@@ -197,16 +231,20 @@ def engine_sizes(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:
         sizes["moe_intermediate_size"] = 64
+    if model_type == "bailing_moe":
+        sizes["moe_shared_expert_intermediate_size"] = 64
     if model_type in ("granitemoe", "gpt_oss", "minimax_m2"):
         sizes["intermediate_size"] = 64  # of an expert
     if "head_dim" in specific:
         sizes["head_dim"] = 32
-    if name == "glm-4.7-flash":
+    if name in ("glm-4.7-flash", "glm-5"):
         latents = dict(kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
         sizes |= latents | dict(num_key_value_heads=4)
+    if "index_topk" in specific:
+        sizes |= dict(index_head_dim=128)
     if "linear_key_head_dim" in specific:
         sizes |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
-    if model_type == "deepseek_v3":
+    if model_type in ("deepseek_v3", "deepseek_v32"):
         latents = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
         sizes |= latents | dict(num_key_value_heads=4)
     return sizes
@@ -228,8 +266,96 @@ def family_checkpoint(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**family(name, tie_word_embeddings=tied, **changes))
+    keys = family(name, tie_word_embeddings=tied, **changes)
+    if name == "ling":
+        config = AutoConfig.for_model(**glm_keys(keys))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return as_ling(save_perturbed(model, folder), keys)
+    config = AutoConfig.for_model(**keys)
     return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+# Ling 2.0 is code of its authors, not of transformers. It is GLM-4.5's model under other names.
+_LING_NAMES = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".gate.e_score_correction_bias": ".gate.expert_bias",
+}
+
+
+def glm_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of GLM-4.5's config.json for the model that these of Ling's describe."""
+    theirs = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+    found = {theirs.get(name, name): value for name, value in keys.items()}
+    rope = dict(rope_type="default", rope_theta=keys["rope_theta"])
+    rope["partial_rotary_factor"] = keys["partial_rotary_factor"]
+    return found | dict(model_type="glm4_moe", attention_bias=False, rope_parameters=rope)
+
+
+def in_ling(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a GLM-4.5 by Ling's names."""
+    tensors = {}
+    for name, tensor in theirs.items():
+        for ours, other in _LING_NAMES.items():
+            name = name.replace(ours, other)
+        tensors[name] = tensor
+    for name in [name for name in tensors if ".self_attn.q_proj." in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
+        tensors[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+    return tensors
+
+
+def as_ling(folder: Path, keys: Mapping[str, Any] | None = None) -> Path:
+    """Give a saved GLM-4.5 Ling's names of tensors, and config.json these keys."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = in_ling(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if keys is not None:
+        (folder / "config.json").write_text(json.dumps(dict(keys)))
+    return folder
+
+
+def ling_model(folder: str | Path) -> Any:
+    """Load a checkpoint of Ling 2.0 into transformers' GLM-4.5, in float32."""
+    from safetensors.torch import load_file
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    keys = json.loads((Path(folder) / "config.json").read_text())
+    tensors, heads = {}, ("attention", "key_value", "key_value")
+    for file in Path(folder).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            for ours, theirs in _LING_NAMES.items():
+                name = name.replace(theirs, ours)
+            if "query_key_value" in name:
+                rows = [keys["head_dim"] * keys[f"num_{x}_heads"] for x in heads]
+                for x, part in zip("qkv", tensor.split(rows), strict=True):
+                    tensors[name.replace("attention.query_key_value", f"self_attn.{x}_proj")] = part
+            else:
+                tensors[name] = tensor
+    model, info = Glm4MoeForCausalLM.from_pretrained(
+        None,
+        config=Glm4MoeConfig(**glm_keys(keys)),
+        state_dict=tensors,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model
+
+
+def transformers_model(folder: str | Path) -> Any:
+    """The reference for a checkpoint, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    if ModelShape.read(folder).renamed:
+        return ling_model(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 CLASSIFIER_TOLERANCE = 1e-5
@@ -266,25 +392,35 @@ def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wrapped_checkpoint(folder: Path, *, stacked: bool, **sizes: int) -> Any:
+def wrapped_checkpoint(folder: Path, *, stacked: bool, dense: bool = False, **sizes: Any) -> Any:
     """Write Qwen3.5 as it is published: a text model with a vision and a prediction model.
 
     Args:
         stacked: the experts of a layer are one tensor each for gate over up, and down.
+        dense: the models without experts.
         sizes: keys of the text model's config.json to change.
 
     Returns:
         transformers' model.
     """
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     torch.manual_seed(0)
-    text = _SIZES | _HYBRID | dict(mtp_num_hidden_layers=1) | sizes
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
-    vision["out_hidden_size"] = text["hidden_size"]
-    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    model = Qwen3_5MoeForConditionalGeneration(config)
+    kind = "Qwen3_5" if dense else "Qwen3_5Moe"
+    text = _SIZES | FAMILIES["qwen3_5" if dense else "qwen3_5_moe"][1] | sizes
+    text |= dict(mtp_num_hidden_layers=1)
+    vision = dict(
+        depth=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_heads=2,
+        out_hidden_size=text["hidden_size"],
+    )
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     save_perturbed(model, folder)
     tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
     experts = [name.rpartition("0.gate_proj")[0] for name in tensors if ".0.gate_proj." in name]

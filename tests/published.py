@@ -18,7 +18,14 @@ import torch
 
 from r3 import assets
 from r3.models import families
-from tests.families import FAMILIES, HALF_ENGINE_FAMILIES, engine_sizes, family
+from tests.families import (
+    FAMILIES,
+    HALF_ENGINE_FAMILIES,
+    engine_sizes,
+    family,
+    glm_keys,
+    in_ling,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,9 +45,6 @@ class Limit:
     page: str = "limits.md"
 
 
-NO_ENGINE = Limit(
-    said="needs torchvision|torchvision", documented="vLLM's module needs torchvision"
-)
 WHOLE_DELTA = Limit(
     said="gated delta layers are not divided", documented="Gated delta layers (Qwen3-Next, Qwen3.5)"
 )
@@ -55,6 +59,11 @@ NO_EXPERTS = Limit(
 JOINED = Limit(
     said="in one tensor|merged",
     documented="store all experts of a layer in one tensor (Granite-MoE, gpt-oss)",
+    page="lora.md",
+)
+JOINED_ATTENTION = Limit(
+    said="in one tensor|merged",
+    documented="queries, keys and values (Ling), can only export",
     page="lora.md",
 )
 DROPPED = Limit(
@@ -245,6 +254,7 @@ def _store(tensors: Tensors, kind: str) -> tuple[Tensors, Tensors]:
         is_matrix = ".layers." in name and name.endswith(".weight") and whole.dim() == 2
         is_matrix &= not name.endswith(("gate.weight", "eh_proj.weight", "norm.weight"))
         is_matrix &= ".embed_tokens." not in name and ".head." not in name
+        is_matrix &= not name.endswith("weights_proj.weight")
         if kind == "fp8" and is_matrix:
             pair = _in_fp8(name, whole)
         elif kind == "int4" and is_matrix and ".mlp.experts." in name:
@@ -272,6 +282,8 @@ def reference(values: Mapping[str, Any], family: str) -> Any:
     """transformers' configuration of the text model that has these keys."""
     from transformers import CONFIG_MAPPING
 
+    if family == "ling":
+        return CONFIG_MAPPING["glm4_moe"].from_dict(glm_keys(values))
     left = {"quantization_config", "torch_dtype", "auto_map", "model_type", "architectures"}
     whole = dict(values)
     text = {**whole, **whole.get("text_config", {})}
@@ -305,6 +317,8 @@ def publish(folder: Path, name: str) -> Path:
     layout, values = LAYOUTS[name], _values(LAYOUTS[name])
     tensors = _tensors(layout)
     layers = values["num_hidden_layers"]
+    if layout.family == "ling":
+        tensors = in_ling(tensors)
     extra = {n: t.bfloat16() for n, t in layout.extra(tensors, layers).items()}
     if layout.stacked:
         tensors = _stack(tensors)
@@ -330,6 +344,8 @@ def publish(folder: Path, name: str) -> Path:
 def dequantised(folder: Path, name: str) -> Path:
     """Write the values of a published checkpoint as transformers saves the text model."""
     layout = LAYOUTS[name]
+    if layout.family == "ling":
+        return publish(folder, name)
     _, exact = _store(_tensors(layout), layout.stored)
     config = reference(_values(layout), layout.family)
     folder.mkdir(parents=True)
@@ -457,6 +473,49 @@ _KIMIS_TOKENIZER: dict[str, Any] = dict(
     auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
 )
 _ONE_GROUP: dict[str, Any] = dict(n_group=1, topk_group=1)
+_QWEN3_5: dict[str, Any] = dict(
+    attention_bias=False,
+    attention_dropout=0.0,
+    attn_output_gate=True,
+    bos_token_id=None,
+    dtype="bfloat16",
+    full_attention_interval=4,
+    hidden_act="silu",
+    initializer_range=0.02,
+    mamba_ssm_dtype="float32",
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-6,
+    use_cache=True,
+    rope_parameters=dict(
+        mrope_interleaved=True,
+        mrope_section=[2, 1, 1],
+        partial_rotary_factor=0.25,
+        rope_theta=1e7,
+        rope_type="default",
+    ),
+)
+_QWEN3_5_WHOLE: dict[str, Any] = dict(
+    image_token_id=500,
+    tie_word_embeddings=False,
+    transformers_version="4.57.0.dev0",
+    video_token_id=501,
+    vision_config=dict(deepstack_visual_indexes=[], depth=1, hidden_act="gelu_pytorch_tanh")
+    | dict(hidden_size=32, in_channels=3, initializer_range=0.02, intermediate_size=32)
+    | dict(model_type="qwen3_5_moe", num_heads=2, num_position_embeddings=2304)
+    | dict(out_hidden_size=128, patch_size=16, spatial_merge_size=2, temporal_patch_size=2),
+    vision_end_token_id=502,
+    vision_start_token_id=503,
+)
+
+
+def _in_language_model(name: str) -> str:
+    is_text = name.startswith("model.") and not name.startswith("model.visual.")
+    return name.replace("model.", "model.language_model.", 1) if is_text else name
+
+
+_DSA: dict[str, Any] = dict(index_head_dim=128, index_n_heads=4, index_topk=128)
 _NO_EP: dict[str, Limit] = {"ep2": NO_EXPERTS}
 
 LAYOUTS: Mapping[str, Published] = {
@@ -516,57 +575,29 @@ LAYOUTS: Mapping[str, Published] = {
     ),
     "Qwen/Qwen3.5-35B-A3B": Published(
         family="qwen3_5_moe",
-        keys=dict(
-            attention_bias=False,
-            attention_dropout=0.0,
-            attn_output_gate=True,
-            bos_token_id=None,
-            dtype="bfloat16",
-            full_attention_interval=4,
-            hidden_act="silu",
-            initializer_range=0.02,
-            mamba_ssm_dtype="float32",
-            mlp_only_layers=[],
-            model_type="qwen3_5_moe_text",
-            mtp_num_hidden_layers=1,
-            mtp_use_dedicated_embeddings=False,
-            partial_rotary_factor=0.25,
-            rms_norm_eps=1e-6,
-            router_aux_loss_coef=0.001,
-            use_cache=True,
-            rope_parameters=dict(
-                mrope_interleaved=True,
-                mrope_section=[2, 1, 1],
-                partial_rotary_factor=0.25,
-                rope_theta=1e7,
-                rope_type="default",
-            ),
-        ),
-        wrapper=dict(
-            architectures=["Qwen3_5MoeForConditionalGeneration"],
-            image_token_id=500,
-            model_type="qwen3_5_moe",
-            tie_word_embeddings=False,
-            transformers_version="4.57.0.dev0",
-            video_token_id=501,
-            vision_config=dict(deepstack_visual_indexes=[], depth=1, hidden_act="gelu_pytorch_tanh")
-            | dict(hidden_size=32, in_channels=3, initializer_range=0.02, intermediate_size=32)
-            | dict(model_type="qwen3_5_moe", num_heads=2, num_position_embeddings=2304)
-            | dict(out_hidden_size=128, patch_size=16, spatial_merge_size=2, temporal_patch_size=2),
-            vision_end_token_id=502,
-            vision_start_token_id=503,
-        ),
-        renamed=lambda name: (
-            name.replace("model.", "model.language_model.", 1)
-            if name.startswith("model.") and not name.startswith("model.visual.")
-            else name
-        ),
+        keys=_QWEN3_5
+        | dict(mlp_only_layers=[], model_type="qwen3_5_moe_text", router_aux_loss_coef=0.001),
+        wrapper=_QWEN3_5_WHOLE
+        | dict(architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe"),
+        renamed=_in_language_model,
         stacked=True,
         extra=_mtp_and_vision,
         tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA, "lora": DROPPED}
-        | dict.fromkeys(("rl", "kl", "tools", "doctor", "rescore"), NO_ENGINE),
+        limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA, "lora": DROPPED},
         diagonal=("sft",),
+    ),
+    "Qwen/Qwen3.5-4B": Published(
+        family="qwen3_5",
+        keys=_QWEN3_5 | dict(mlp_only_layers=[], model_type="qwen3_5_text"),
+        wrapper=_QWEN3_5_WHOLE
+        | dict(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5")
+        | dict(tie_word_embeddings=True),
+        renamed=_in_language_model,
+        extra=_mtp_and_vision,
+        tied=True,
+        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
+        limits=_NO_EP | {"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA},
+        diagonal=("rl",),
     ),
     "allenai/OLMoE-1B-7B-0924": Published(
         family="olmoe",
@@ -607,6 +638,22 @@ LAYOUTS: Mapping[str, Published] = {
         extra=_layer_past_the_last,
         tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
         diagonal=("check",),
+    ),
+    "deepseek-ai/DeepSeek-V3.2": Published(
+        family="deepseek_v3.2",
+        keys=_DEEPSEEK
+        | dict(num_nextn_predict_layers=1, rope_theta=10000, routed_scaling_factor=2.5)
+        | dict(quantization_config=_FP8 | dict(scale_fmt="ue8m0"), transformers_version="4.44.2")
+        | _DSA
+        | dict(
+            rope_scaling=_yarn_of_16(
+                "type", 40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
+            )
+        ),
+        stored="fp8",
+        extra=_layer_past_the_last,
+        tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
+        diagonal=("export",),
     ),
     "moonshotai/Kimi-K2-Instruct": Published(
         family="deepseek_v3",
@@ -664,6 +711,30 @@ LAYOUTS: Mapping[str, Published] = {
         extra=_layer_past_the_last,
         tokenizer=dict(tokenizer_class="PreTrainedTokenizer"),
         diagonal=("tools",),
+    ),
+    "zai-org/GLM-5": Published(
+        family="glm-5",
+        keys=_GLM
+        | _DSA
+        | dict(attention_bias=False, ep_size=1, head_dim=64, indexer_rope_interleave=True)
+        | dict(moe_layer_freq=1, pretraining_tp=1, qk_head_dim=256, rope_interleave=True)
+        | dict(rope_parameters=dict(rope_theta=1e6, rope_type="default"), scoring_func="sigmoid")
+        | dict(topk_method="noaux_tc", transformers_version="5.0.2.dev0"),
+        extra=_layer_past_the_last,
+        tokenizer=dict(tokenizer_class="TokenizersBackend"),
+        diagonal=("resume",),
+    ),
+    "inclusionAI/Ling-mini-2.0": Published(
+        family="ling",
+        keys=_COMMON
+        | dict(auto_map=_remote("bailing_moe_v2", "BailingMoeV2"), embedding_dropout=0.0)
+        | dict(eos_token_id=2, max_window_layers=20, mtp_loss_scaling_factor=0, norm_head=False)
+        | dict(norm_softmax=False, num_nextn_predict_layers=0, output_dropout=0.0)
+        | dict(output_router_logits=False, partial_rotary_factor=0.5, rope_theta=600000)
+        | dict(router_dtype="fp32", transformers_version="4.52.3", use_sliding_window=False),
+        tokenizer=dict(tokenizer_class="PreTrainedTokenizerFast"),
+        limits={"lora": JOINED_ATTENTION},
+        diagonal=("rl",),
     ),
     "ibm-granite/granite-3.1-1b-a400m-instruct": Published(
         family="granitemoe",

@@ -57,15 +57,15 @@ def check_lengths(config: Config, found: Findings, shape: ModelShape | None) -> 
     if shape:
         context = shape.max_position_embeddings
         if response >= context:
-            rule = f"does not fit the model's context of {context} tokens"
+            rule = f"does not fit the model's context of {shape.context}"
             fix = f"set it below {context}, with room for the prompts"
             found.add("rollout.max_response_tokens", rule, fix)
         elif needed > context:
-            rule = f"{sequence} exceed the model's context of {context}"
+            rule = f"{sequence} exceed the model's context of {shape.context}"
             fix = f"set it to at most {context - response}, or allow fewer response tokens"
             found.add("data.max_prompt_tokens", rule, fix)
         if config.engine.max_model_len > context:
-            rule = f"exceeds the model's context of {context} tokens"
+            rule = f"exceeds the model's context of {shape.context}"
             fix = f"set it to at most {context}, or to 0 for what is needed"
             found.add("engine.max_model_len", rule, fix)
         conversation = shape.kv_values(needed) * BYTES_OF[config.engine.dtype]

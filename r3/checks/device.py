@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 
@@ -37,17 +36,6 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         sizes.append(
             ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "is a multiple of 32")
         )
-    needs_torchvision = shape.model_type == "qwen3_5_moe_text"
-    if needs_torchvision and importlib.util.find_spec("torchvision") is None:
-        return [
-            Problem(
-                "model.path",
-                config.model.path,
-                "vLLM's module of this architecture imports torchvision, also for text alone, and "
-                "there is no build of it that fits a CPU build of torch from a package index",
-                "run on a GPU, or without an engine (SFT)",
-            )
-        ]
     found = []
     half = "gated delta layers" if shape.delta else "attention with sinks" if shape.sinks else ""
     if half and config.engine.dtype == "float32":

@@ -39,7 +39,7 @@ def check_evaluation(
         found.add("eval.pass_at", rule, f"use at most {most}")
     longest = max(each.max_tokens for each in settings.sets)
     if shape and longest >= shape.max_position_embeddings:
-        rule = f"does not fit the model's context of {shape.max_position_embeddings} tokens"
+        rule = f"does not fit the model's context of {shape.context}"
         found.add("eval.max_tokens", rule, "set it lower, with room for the questions")
     for env in filter(None, dict.fromkeys(settings.env)):
         if ":" in env:

@@ -78,7 +78,7 @@ def _model(shape: ModelShape) -> str:
         kind += f", weights in {shape.quantised} that are read as bfloat16"
     return (
         f"{shape.architecture}: {_count(shape.num_params)} parameters, {shape.num_layers} layers, "
-        f"{kind}, context {shape.max_position_embeddings}"
+        f"{kind}, context {shape.context}"
     )
 
 

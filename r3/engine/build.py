@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import torch
 from r3.engine.cpu_layers import replace_layers
 from r3.engine.memory import neighbours_named
 from r3.engine.messages import show_as_lines
-from r3.models.families import implied_keys
+from r3.models.families import FAMILIES, implied_keys
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.runtime.device import preserved_random_state
@@ -39,6 +41,7 @@ _UNUSED_ON_CPU = (
     "pandas",  # tuned products of AMD's GPUs
     "torch._inductor.lowering",  # vLLM's operators in compiled graphs; here nothing is compiled
 )
+_DENSE_MLA = "DeepseekV3ForCausalLM"  # latent attention without indexers
 _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
@@ -178,7 +181,8 @@ def build_llm(
     show_as_lines()
 
     engine, shape = config.engine, ModelShape.read(config.model.path)
-    require_architecture(shape.architecture)
+    require_architecture(_DENSE_MLA if shape.index_topk else shape.architecture)
+    _register_config(shape.architecture)
     arguments: dict[str, Any] = dict(
         model=folder_of(config.model.path),
         dtype=engine.dtype,
@@ -204,6 +208,8 @@ def build_llm(
     else:
         _inspect_models_in_this_process()
         _rank_with_biases()
+        if shape.delta and not shape.delta.interleaved:
+            _do_without_torchvision()
         arguments |= dict(
             enforce_eager=True,
             # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
@@ -235,7 +241,8 @@ def build_llm(
 def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[Any], Any]:
     """What vLLM must know in addition to the checkpoint's config.json.
 
-    Of a model that also sees images, it builds the text model alone.
+    Of a model that also sees images, it builds the text model alone. One with sparse attention it
+    runs without the indexers, which choose everything in conversations of `index_topk` tokens.
     """
     keys = {
         # Always set: a checkpoint's config.json may set one that the policy would not follow.
@@ -247,9 +254,24 @@ def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[A
 
     def text_config(whole: Any) -> Any:
         text = whole.get_text_config()
-        text.update({"architectures": [shape.architecture], **keys})
+        # Published files have the last key around the section, in it, or both.
+        own = {"architectures": [shape.architecture], "tie_word_embeddings": shape.tied}
+        text.update({**own, **keys})
         return text
 
+    def without_indexers(whole: Any) -> Any:
+        from transformers import DeepseekV3Config
+
+        own = ("model_type", "architectures", "layer_types", "mlp_layer_types")
+        theirs = {
+            key: value
+            for key, value in whole.to_dict().items()
+            if key not in own and not key.startswith("index")
+        }
+        return DeepseekV3Config(**{**theirs, "architectures": [_DENSE_MLA], **keys})
+
+    if shape.index_topk:
+        return without_indexers
     return text_config if shape.is_wrapped else keys
 
 
@@ -265,6 +287,19 @@ def require_architecture(architecture: str) -> None:
             f"vLLM {__version__} has no {architecture}: install vLLM 0.30, or train without an "
             "engine (SFT)"
         )
+
+
+def _register_config(architecture: str) -> None:
+    """Let transformers read the config.json of a family whose class is code in the checkpoint.
+
+    That code is not run: vLLM has the model, and needs the keys alone.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    family = FAMILIES[architecture]
+    for name in (family.model_type, *family.aliases):
+        if name not in CONFIG_MAPPING:
+            AutoConfig.register(name, type("Keys", (PretrainedConfig,), {"model_type": name}))
 
 
 def cuda_arguments(config: Config, share: float) -> dict[str, Any]:
@@ -332,6 +367,18 @@ def _rank_with_biases() -> None:
         return made(**arguments)
 
     factory.CPURouter = in_one_group  # type: ignore[attr-defined]
+
+
+def _do_without_torchvision() -> None:
+    """Let vLLM's module of Qwen3.5 import where torchvision is missing, as on CPU.
+
+    It also has the model that sees images, and takes one function for it (`smart_resize`) from a
+    module of transformers that needs torchvision. The same function is in that module's variant for
+    PIL, which transformers falls back to by itself everywhere else.
+    """
+    if find_spec("torchvision") is None:
+        name = "transformers.models.qwen2_vl.image_processing_"
+        sys.modules.setdefault(f"{name}qwen2_vl", import_module(f"{name}pil_qwen2_vl"))
 
 
 def _unlink_message_queues() -> None:

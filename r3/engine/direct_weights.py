@@ -30,6 +30,15 @@ _JOINED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+# What vLLM calls otherwise in gpt-oss and Ling 2.0.
+_OTHER_NAMES = (
+    (r"^model\.(word_embeddings|embedding)\.", "model.embed_tokens."),
+    (r"(\.\d+)\.(attn|attention)\.", r"\1.self_attn."),
+    (r"\.self_attn\.query_key_value\.", ".self_attn.qkv_proj."),
+    (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.query_layernorm\.", ".self_attn.q_norm."),
+    (r"\.self_attn\.key_layernorm\.", ".self_attn.k_norm."),
+)
 # Made by latent attention from kv_b_proj at the end of a load.
 DERIVED = ("W_UV", "W_UK", "W_UK_T")
 _EXPERTS = ("w13_weight", "w2_weight")
@@ -65,9 +74,9 @@ def pieces_of(name: str, rows: int, module: Any, shape: ModelShape) -> Iterator[
         rows: of the parameter.
         module: the layer that has it.
     """
-    # gpt-oss has names of its own in vLLM.
-    name_in_checkpoint = re.sub(r"^model\.embedding\.", "model.embed_tokens.", name)
-    name_in_checkpoint = re.sub(r"(\.\d+)\.attn\.", r"\1.self_attn.", name_in_checkpoint)
+    name_in_checkpoint = name
+    for pattern, other in _OTHER_NAMES:
+        name_in_checkpoint = re.sub(pattern, other, name_in_checkpoint)
     path, _, leaf = name_in_checkpoint.rpartition(".")
     parent, _, last = path.rpartition(".")
     if parts := _delta_parts(last, shape):

@@ -172,8 +172,9 @@ def _reload(
             # The reload loads nothing into it: it puts the tensors back without a warning.
             info.load_numel_total = 0
     try:
-        # vLLM takes experts as its models' checkpoints have them, stacked or not.
-        stream = joined(rest(), shape) if shape.moe_names.alternates else rest()
+        # vLLM takes these as its models' checkpoints have them, other stacked experts one by one.
+        as_stored = shape.moe_names.alternates or shape.renamed
+        stream = joined(rest(), shape) if as_stored else rest()
         loaded = set(model.load_weights(stream))
         if shape.tied and embedding and _HEAD in wanted - loaded:
             head = model.lm_head.weight

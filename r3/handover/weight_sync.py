@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
-from r3.models.hf_checkpoint import joined, write_checkpoint
+from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
 from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
@@ -70,9 +71,13 @@ def export(
         weights, dtype = joined(weights, policy.shape), policy.megatron.params_dtype
         try:
             write_checkpoint(
-                folder, weights, small_files=small_files, dtype=dtype, metadata=metadata
+                folder,
+                chain(weights, kept(policy.config.model.path, policy.shape)),
+                small_files=small_files,
+                dtype=dtype,
+                metadata=metadata,
             )
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             failure = str(error)
     if stream.crosses_network:  # after a failure too: other ranks read as far
         for _ in weights:

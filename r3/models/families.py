@@ -239,6 +239,12 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _qwen3_5(hf: HfConfig) -> dict[str, Any]:
+    """The text model of Qwen3.5 and later ones, dense: as Qwen3-Next without experts."""
+    mtp = hf.number("mtp_num_hidden_layers", default=0, least=0)
+    return _hybrid(hf, interleaved=False) | {"num_mtp_layers": mtp}
+
+
 def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
     hf.only("attn_output_gate", True)
     state_dtype = hf.values.get("mamba_ssm_dtype") if not interleaved else None  # Qwen3.5's
@@ -322,7 +328,7 @@ def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
     hf.only("topk_method", "noaux_tc")
     hf.only("norm_topk_prob", True)
     hf.only("moe_layer_freq", 1)
-    num_experts = hf.number("num_local_experts", "n_routed_experts")
+    num_experts = hf.number("num_local_experts", "n_routed_experts", "num_experts")
     topk = hf.number("num_experts_per_tok")
     groups, chosen = hf.number("n_group"), hf.number("topk_group")
     if num_experts % groups or chosen > groups:
@@ -342,7 +348,7 @@ def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
         num_experts=num_experts,
         topk=topk,
         moe_ffn_size=moe_ffn_size,
-        shared_ffn_size=moe_ffn_size * hf.number("n_shared_experts"),
+        shared_ffn_size=moe_ffn_size * hf.number("n_shared_experts", "num_shared_experts"),
         router_score="sigmoid",
         router_scale=hf.real("routed_scaling_factor", default=1.0),
         expert_groups=groups,
@@ -431,6 +437,33 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _bailing_moe_v2(hf: HfConfig) -> dict[str, Any]:
+    """Ling and Ring 2.0: the router of DeepSeek-V3, attention of Qwen3, names of their own."""
+    hf.only("router_dtype", "fp32")
+    hf.only("tie_word_embeddings", False)
+    # vLLM follows the first of these.
+    rotated = int(hf.number("head_dim") * hf.real("partial_rotary_factor", default=1.0))
+    hf.only("rotary_dim", rotated)
+    hf.only("moe_shared_expert_intermediate_size", hf.values.get("moe_intermediate_size"))
+    hf.refuse("use_bias", "use_qkv_bias", "norm_head")
+    moe = _sigmoid_moe(hf)
+    theirs, ours = "model.layers.{n}.attention", "model.layers.{n}.self_attn"
+    return moe | dict(
+        qk_norm="head",
+        moe_names=replace(moe["moe_names"], router_bias="mlp.gate.expert_bias"),
+        renamed=(
+            ("model.word_embeddings.weight", ("model.embed_tokens.weight",)),
+            (
+                f"{theirs}.query_key_value.weight",
+                tuple(f"{ours}.{x}_proj.weight" for x in ("q", "k", "v")),
+            ),
+            (f"{theirs}.dense.weight", (f"{ours}.o_proj.weight",)),
+            (f"{theirs}.query_layernorm.weight", (f"{ours}.q_norm.weight",)),
+            (f"{theirs}.key_layernorm.weight", (f"{ours}.k_norm.weight",)),
+        ),
+    )
+
+
 def _granitemoe(hf: HfConfig) -> dict[str, Any]:
     """Granite-MoE 3.0 and 3.1: multipliers, and one tensor for the experts of a layer."""
     moe, expert = "block_sparse_moe", "block_sparse_moe.experts.{e}"
@@ -499,6 +532,21 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     # 2.5 is the default of transformers, which vLLM reads too.
     scale = hf.real("routed_scaling_factor", default=2.5)
     return _sigmoid_moe(hf) | _latent_attention(hf) | {"router_scale": scale}
+
+
+def _sparse_mla(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5: attention sees the best `index_topk` tokens.
+
+    A conversation that is no longer is seen whole, whatever the indexers choose. Longer ones are
+    refused, as beyond the model's context.
+    """
+    layers = hf.number("num_hidden_layers")
+    dense = hf.number("first_k_dense_replace", least=0)
+    hf.only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
+    hf.only("layer_types", ["indexed_attention"] * layers)
+    index_topk = hf.number("index_topk")
+    longest = min(index_topk, hf.number("max_position_embeddings"))
+    return _deepseek_v3(hf) | dict(index_topk=index_topk, max_position_embeddings=longest)
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
@@ -571,8 +619,15 @@ FAMILIES: dict[str, Family] = {
         fields=_qwen3_5_moe,
         models="text models of Qwen3.5-35B-A3B and 3.6",
         wrapper="Qwen3_5MoeForConditionalGeneration",
-        proved=("policy",),
         ffn_key="moe_intermediate_size",  # it has no dense layer
+        partial_rotary_factor=0.25,
+        reads=frozenset({"layer_types", "partial_rotary_factor"}),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        model_type="qwen3_5_text",
+        fields=_qwen3_5,
+        models="text models of Qwen3.5-4B, 9B and 27B, Qwen3.6-27B, dense",
+        wrapper="Qwen3_5ForConditionalGeneration",
         partial_rotary_factor=0.25,
         reads=frozenset({"layer_types", "partial_rotary_factor"}),
     ),
@@ -590,6 +645,21 @@ FAMILIES: dict[str, Family] = {
         # vLLM takes softmax without biases where they are absent.
         implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
+    "DeepseekV32ForCausalLM": Family(
+        model_type="deepseek_v32",
+        fields=_sparse_mla,
+        models="DeepSeek-V3.2, conversations of at most 2,048 tokens",
+        reads=frozenset({"layer_types"}),
+        implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        model_type="glm_moe_dsa",
+        fields=_sparse_mla,
+        models="GLM-5, 5.1 and 5.2, conversations of at most 2,048 tokens",
+        norm_eps=1e-5,
+        reads=frozenset({"layer_types"}),
+        implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
     "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
         fields=_glm4_moe,
@@ -603,6 +673,20 @@ FAMILIES: dict[str, Family] = {
         fields=_glm4_moe_lite,
         models="GLM-4.7-Flash",
         norm_eps=1e-5,
+    ),
+    "BailingMoeV2ForCausalLM": Family(
+        model_type="bailing_moe",
+        aliases=("bailing_moe_v2",),
+        fields=_bailing_moe_v2,
+        models="Ling-mini-2.0, Ring-mini-2.0, Ling-flash-2.0, Ring-flash-2.0",
+        rope_theta=600000.0,
+        reads=frozenset({"partial_rotary_factor"}),
+        implied={
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "use_qk_norm": True,
+            "use_rmsnorm": True,
+        },
     ),
     "GraniteMoeForCausalLM": Family(
         model_type="granitemoe",

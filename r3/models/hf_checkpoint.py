@@ -98,7 +98,10 @@ class CheckpointReader:
 
         for stored, (_, parts) in shape.as_stored(self.shapes).stored.items():
             self._alternates = shape.moe_names.alternates
-            self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
+            row = 0
+            for part in parts:
+                self._place_of[part] = stored, row
+                row += shape.tensor_shapes[part][0]
             self.shapes |= {part: shape.tensor_shapes[part] for part in parts}
         if shape.quantised:
             self._group = shape.quantised.group
@@ -117,8 +120,9 @@ class CheckpointReader:
         part = slice(min(index * each, size), min((index + 1) * each, size))
         where = [slice(None)] * len(self.shapes[name])
         where[dim] = part
-        stored, number = self._place_of.get(name, (name, 0))
+        stored, begin = self._place_of.get(name, (name, 0))
         rows = self.shapes[name][0]
+        number = begin // rows  # of those that have as many each
         start, stop, _ = where[0].indices(rows)
         if f"{stored}_blocks" in self._slice_of:
             blocks, scales = (self._slice_of[f"{stored}_{x}"]() for x in ("blocks", "scales"))
@@ -128,7 +132,7 @@ class CheckpointReader:
             packed = self._counted(blocks[place][number::parts]), scales[place][number::parts]
             return from_mxfp4(*packed)[(slice(None), *where[1:])]
         if f"{stored}_packed" in self._slice_of:
-            mine = slice(number * rows + start, number * rows + stop)
+            mine = slice(begin + start, begin + stop)
             return self._int4_rows(stored, mine, self.shapes[name][1])[:, where[1]]
         source = self._slice_of[stored]()
         if stored != name and self._alternates:
@@ -141,9 +145,9 @@ class CheckpointReader:
         if stored != name:
             sizes = source.get_shape()
             *experts, joined = sizes[: len(sizes) - len(where) + 1]
-            expert, number = divmod(number, joined // rows)
+            expert, begin = divmod(begin, joined)
             first = (expert,) if experts else ()
-            where[0] = slice(number * rows + start, number * rows + stop)
+            where[0] = slice(begin + start, begin + stop)
         piece = self._counted(source[(*first, *where)])
         is_quantised, factors = piece.dtype.itemsize == 1, f"{stored}_scale_inv"
         if is_quantised != (factors in self._slice_of):
@@ -262,6 +266,20 @@ def joined(
                 yield stored, torch.cat(tensors).view(size)
             del waiting[stored]
     assert not waiting, f"parts of {sorted(waiting)} are missing"
+
+
+def kept(folder: str | Path, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the starting model that belong into exports as they are."""
+    if not shape.index_topk:
+        return
+    with CheckpointReader(folder) as reader:
+        for name in reader.shapes:
+            if (
+                shape.is_kept(name)
+                and not shape.is_ignored(name)
+                and not name.endswith("_scale_inv")
+            ):
+                yield name, reader.read(name)
 
 
 def write_checkpoint(

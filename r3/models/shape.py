@@ -212,6 +212,12 @@ class ModelShape(ModelSizes):
                 is_row = parts == (self.moe_names.router_bias,)
                 lead = (len(experts),) if len(experts) > 1 or is_row else ()
                 found[prefix + name] = (*lead, *size), names
+        for name, joined in self.renamed:
+            for layer in range(self.num_layers) if "{n}" in name else (0,):
+                names = tuple(part.format(n=layer) for part in joined)
+                sizes = [self.tensor_shapes[part] for part in names]
+                rows = sum(size[0] for size in sizes)
+                found[name.format(n=layer)] = (rows, *sizes[0][1:]), names
         return found
 
     @cached_property
@@ -235,7 +241,7 @@ class ModelShape(ModelSizes):
         unknown = [
             f"unknown {name}"
             for name in tensors
-            if name not in expected and not self.is_ignored(name)
+            if name not in expected and not (self.is_ignored(name) or self.is_kept(name))
         ]
         misshaped = [
             f"{name} has shape {tuple(found)}, config.json implies {size}"
@@ -258,6 +264,17 @@ class ModelShape(ModelSizes):
         vision = "the vision model (model.visual.*)"
         parts = [(layers, bool(self.num_mtp_layers)), (vision, self.is_wrapped)]
         return " and ".join(part for part, is_there in parts if is_there)
+
+    @property
+    def context(self) -> str:
+        """The longest conversation, as messages name it."""
+        why = " (index_topk: R3 has no sparse attention)" if self.index_topk else ""
+        return f"{self.max_position_embeddings} tokens{why}"
+
+    def is_kept(self, name: str) -> bool:
+        """Whether R3 does not read this tensor, and exports it as it is: those of indexers."""
+        part = name.removeprefix("model.layers.").partition(".")
+        return bool(self.index_topk) and part[2].startswith("self_attn.indexer.")
 
     def is_ignored(self, name: str) -> bool:
         """Whether R3 ignores a tensor of this name when a checkpoint has one.

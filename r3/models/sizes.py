@@ -42,6 +42,10 @@ class ModelSizes:
         output_gate: a sigmoid of a second projection, next to that of the queries, gates attention.
         delta: sizes of the gated delta layers.
         delta_layers: numbers of the layers that have one in the place of attention.
+        renamed: name in the checkpoint -> the tensors that it joins, by rows, where a family has
+            names of its own; `{n}` is the layer's number.
+        index_topk: tokens up to which sparse attention sees all, so that it is plain attention: the
+            longest conversation. Its indexers are kept as they are. 0 = no sparse attention.
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
         is_wrapped: config.json describes a model that also sees images, of which R3 does not load,
             train or export the vision model.
@@ -92,6 +96,8 @@ class ModelSizes:
     delta: DeltaSizes | None = None
     delta_layers: tuple[int, ...] = ()
     moe_names: MoeNames = field(default_factory=MoeNames)
+    renamed: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    index_topk: int = 0
     num_mtp_layers: int = 0
     is_wrapped: bool = False
     quantised: Quantised | None = None

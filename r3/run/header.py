@@ -117,6 +117,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         ("python", f"{platform.python_version()}, {sys.executable}"),
         ("model", f"{config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})"),
         ("left out", f"{shape.left_out}, not trained or exported" if shape.left_out else ""),
+        ("kept", "indexers, in exports as they were, not trained" if shape.index_topk else ""),
         ("read as", f"bfloat16, from {shape.quantised}" if shape.quantised else ""),
         ("layout", _layout(config, task, mesh, device)),
         ("precision", precision),

@@ -28,6 +28,7 @@ from tests.engines import (
     signature,
 )
 from tests.errors import message_of
+from tests.families import transformers_model
 from tests.processor import pack_convolutions
 from tests.tiny import tiny_config
 
@@ -173,9 +174,7 @@ def some_tensors(world: World) -> Some:
 @torch.no_grad()
 def compare_routes(rollouts: Sequence[Rollout], folder: Path) -> tuple[int, int]:
     """Count rows of captured routes, and those that are not what transformers' routers choose."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers_model(folder).eval()
     chosen: list[torch.Tensor] = []
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):

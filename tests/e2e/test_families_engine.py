@@ -13,6 +13,7 @@ import torch
 from tests.e2e import family_cases
 from tests.errors import NOTHING
 from tests.families import (
+    DENSE_FAMILIES,
     ENGINE_FAMILIES,
     HALF_ENGINE_FAMILIES,
     MOE_FAMILIES,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.e2e
     ),
 )
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
-    latent = name in ("deepseek_v3", "moonlight", "glm-4.7-flash")  # attention
+    latent = "kv_lora_rank" in engine_sizes(name.removesuffix("-tied"))  # attention
     family, tied = name.removesuffix("-tied"), name.endswith("-tied")
     folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
@@ -105,6 +106,8 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
     said = done.stdout
     assert "7 of 7 passed" in said
     assert "tensors of the engine are the policy's, bit for bit" in said
+    if name in DENSE_FAMILIES:
+        return
     agreement = re.search(r"live routing agrees in ([0-9.]+)% of slots", said)
     # Near ties in bfloat16 leave 98 %. Routes of another token agree in a third: two of eight.
     assert agreement and float(agreement[1]) >= 90

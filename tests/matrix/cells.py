@@ -20,7 +20,7 @@ import torch
 from r3.run.dumps import read_rollouts
 from r3.runtime.device import Device
 from tests import published
-from tests.families import MOE_FAMILIES
+from tests.families import MOE_FAMILIES, ling_model
 from tests.published import LAYOUTS
 from tests.runs import rows_of, run, timeless, torchrun, without_last_checkpoint
 from tests.warm import interpreter
@@ -348,6 +348,8 @@ def _transformers(folder: str, name: str) -> Any:
     """transformers' model of an export in float32; every tensor must be the model's."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if LAYOUTS[name].family == "ling":
+        return ling_model(folder).eval()
     config = published.reference(
         json.loads((Path(folder) / "config.json").read_text()), LAYOUTS[name].family
     )

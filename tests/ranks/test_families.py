@@ -27,7 +27,7 @@ TIED = ["qwen3-tied", "qwen3_moe-tied", "granitemoe-tied", "qwen3_5_moe-tied"]
 GPT_OSS = "gpt_oss"
 EP2 = ("qwen2_moe", "deepseek_v3", GPT_OSS)
 # Their tensors are those of another one: qwen3-yarn, llama3.1, glm-4.7-flash, glm-4.5.
-LIKE_OTHERS = ("qwen3", "llama", "deepseek_v3", "glm-4.5-air")
+LIKE_OTHERS = ("qwen3", "llama", "deepseek_v3", "glm-4.5-air", "deepseek_v3.2")
 PLAIN = [name for name in DIVIDED if name not in (GPT_OSS, *LIKE_OTHERS)]
 # One of each kind of attention, norm, router and expert.
 ALONE = [

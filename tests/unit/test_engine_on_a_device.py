@@ -24,6 +24,7 @@ from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device, programs_on
 from r3.runtime.terminal import say
+from tests.families import family
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -56,6 +57,30 @@ def test_vllm_builds_the_text_model_alone() -> None:
     assert found.architectures == ["Qwen3_5MoeForCausalLM"]
     assert found.num_experts == 256
     assert overrides(config, SHAPE) == {"head_dtype": "model"}
+
+
+def test_vllm_ties_embeddings_as_the_policy_does_wherever_the_key_is() -> None:
+    """Qwen3.5-4B has it around the text model's section, 9B and 27B untied, with a head."""
+    from transformers import Qwen3_5Config
+
+    text = family("qwen3_5")
+    del text["architectures"]
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    for tied in (True, False):
+        shape = ModelShape.from_hf(whole | {"tie_word_embeddings": tied})
+        found = overrides(tiny_config(), shape)(Qwen3_5Config(text_config=text))
+        assert (shape.tied, found.tie_word_embeddings) == (tied, tied)
+
+
+def test_vllm_runs_sparse_attention_as_latent_attention_without_indexers() -> None:
+    from transformers import GlmMoeDsaConfig
+
+    keys = family("glm-5")
+    found = overrides(tiny_config(), ModelShape.from_hf(keys))(GlmMoeDsaConfig(**keys))
+    assert (found.architectures, found.model_type) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
+    assert not hasattr(found, "index_topk"), "vLLM would build the indexers"
+    for key in ("kv_lora_rank", "n_routed_experts", "rms_norm_eps", "routed_scaling_factor"):
+        assert getattr(found, key) == keys[key]
 
 
 def test_an_architecture_that_vllm_would_leave_to_transformers_is_refused() -> None:

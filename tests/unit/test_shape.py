@@ -44,6 +44,8 @@ from tests.published import LAYOUTS
 
 pytestmark = pytest.mark.unit
 
+# Ling has no class there, and no tied embeddings in vLLM.
+OF_TRANSFORMERS = [name for name in FAMILIES if name != "ling"]
 LLAMA3 = FAMILIES["llama3.1"][1]["rope_parameters"]
 YARN = FAMILIES["deepseek_v3"][1]["rope_parameters"]
 
@@ -78,22 +80,26 @@ def test_tensor_shapes_are_those_that_transformers_writes(
     name: str, folders: dict[str, Path]
 ) -> None:
     shape = ModelShape.read(folders[name])
-    assert shape.stored_shapes == checkpoint_tensors(folders[name])
+    tensors = checkpoint_tensors(folders[name])
+    assert shape.stored_shapes == {
+        tensor: size for tensor, size in tensors.items() if not shape.is_kept(tensor)
+    }
     assert shape.faults(checkpoint_tensors(folders[name])) == []
     assert bool(shape.moe_layers) == (name in MOE_FAMILIES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path, name, tied=True)
     shape, tensors = ModelShape.read(folder), checkpoint_tensors(folder)
+    tensors = {tensor: size for tensor, size in tensors.items() if not shape.is_kept(tensor)}
     assert shape.tied and "lm_head.weight" not in shape.tensor_shapes
     assert shape.stored_shapes == tensors
     # Some checkpoints store the copy all the same.
     assert shape.faults(tensors | {"lm_head.weight": (512, 64)}) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_facts_of_config_json_match_transformers(name: str, folders: dict[str, Path]) -> None:
     from transformers import AutoConfig
 
@@ -104,7 +110,7 @@ def test_facts_of_config_json_match_transformers(name: str, folders: dict[str, P
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_rope_theta_and_norm_eps_default_as_in_transformers(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -335,15 +341,15 @@ def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
         )
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["", "stacked", "dense"])
 def test_the_text_model_of_a_model_that_sees_images_is_read_and_exported(
-    stacked: bool, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
     """Exports load as text models: no other model, prefix or stack is in files and config.json."""
     from transformers import AutoModelForCausalLM
 
     folder, out = tmp_path / "model", tmp_path / "export"
-    whole = wrapped_checkpoint(folder, stacked=stacked).eval()
+    whole = wrapped_checkpoint(folder, stacked=kind == "stacked", dense=kind == "dense").eval()
     shape = ModelShape.read(folder)
     assert checkpoint_faults(folder, shape) == []
     assert shape.left_out == (
@@ -352,8 +358,9 @@ def test_the_text_model_of_a_model_that_sees_images_is_read_and_exported(
     with CheckpointReader(folder) as reader:
         reader.require(shape)
         weights = {name: reader.read(name) for name in shape.tensor_shapes}
-        half = reader.read("model.layers.1.mlp.experts.3.up_proj.weight", 0, 1, 2)
-    assert torch.equal(half, weights["model.layers.1.mlp.experts.3.up_proj.weight"][20:])
+        up = f"model.layers.1.mlp.{'' if kind == 'dense' else 'experts.3.'}up_proj.weight"
+        half = reader.read(up, 0, 1, 2)
+    assert torch.equal(half, weights[up].chunk(2)[1])
     small = with_end_tokens(read_small_files(folder), [2])
     assert small == read_small_files(folder), "the section names this end token"
     write_checkpoint(out, weights.items(), small_files=small, dtype=torch.float32, metadata={})
@@ -410,6 +417,13 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "known are Qwen3MoeForCausalLM, .*LlamaForCausalLM",
         ),
+        # Ling 2.6 is published with this architecture, and has linear attention.
+        ("ling", {"model_type": "bailing_hybrid"}, "model_type 'bailing_hybrid' is not supported"),
+        ("ling", {"rotary_dim": 16}, "rotary_dim 16 is not supported, only 8 is"),
+        ("ling", {"score_function": "softmax"}, "score_function 'softmax' is not supported"),
+        ("ling", {"norm_head": True}, "norm_head is not supported"),
+        ("glm-5", {"index_topk": None}, "key index_topk must be a positive integer, got None"),
+        ("glm-5", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types .* is not supported"),
         (
             "llama",
             {"model_type": "mistral"},
@@ -562,10 +576,10 @@ def test_what_is_not_supported_is_refused_by_its_key(
 WITHOUT_EFFECT = {
     *("_attn_implementation", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
     *("get_text_config", "use_cache", "max_model_len", "target_layer_count"),
-    *("attention_dropout", "router_jitter_noise"),  # in training mode only
-    # These act with use_sliding_window or index_topk only, which are refused.
+    *("attention_dropout", "embedding_dropout", "router_jitter_noise"),  # in training mode only
+    # These act with use_sliding_window, which is refused, or beyond index_topk tokens.
     *("sliding_window", "max_window_layers", "index_head_dim", "index_n_heads", "index_topk_freq"),
-    *("index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave"),
+    *("index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave", "indexer_types"),
     # Read by R3 out of a copy, or in another place of its own.
     *("partial_rotary_factor", "rope_parameters", "num_experts_per_tok", "moe_router_dtype"),
     # Of the models beside a text model.
