@@ -240,18 +240,13 @@ async def _body(request: HttpRequest, access: Access) -> dict[str, Any]:
 
     A client that is still writing would not see an earlier reply.
     """
-    from starlette.requests import ClientDisconnect
-
     tokens = access.model.max_tokens_total
     limit = max(_SMALLEST_LIMIT, _BYTES_PER_TOKEN * tokens)
     content, size = bytearray(), 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size <= limit:
-                content += part
-    except ClientDisconnect:
-        raise ApiError(400, "the client hung up before the end of the body") from None
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            content += part
     if size > limit:
         text = f"the body has {size} bytes, and a sequence at most {tokens} tokens ({limit} bytes)"
         raise ApiError(413, text, code="context_length_exceeded")
