@@ -29,7 +29,7 @@ from tests.engines import (
 )
 from tests.errors import message_of
 from tests.families import transformers_model
-from tests.processor import pack_convolutions
+from tests.processor import PROCESSORS
 from tests.tiny import tiny_config
 
 
@@ -239,91 +239,104 @@ def planted_faults(world: World) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedLayers:
+class OtherProcessor:
     """An engine whose layers vLLM packs as it does on another processor.
 
     Attributes:
-        packed: parameters that the engine has in another shape than the checkpoint.
+        packed: convolutions that the engine has in another shape than the checkpoint, and how
+            experts are packed.
         compared, tensors: tensors that the proof compared after a push, and those of the model,
             gate and up of an expert counted as one.
-        equal: the engine samples what one does that loaded the same weights from files; also
-            after a push through vLLM's reload, whose weights were compared too.
+        same: an engine that loaded the same weights from files has the same tensors.
+        equal: both sample the same, also after a push through vLLM's reload, whose weights were
+            compared too.
         moved: the push changed what is sampled.
         proof: largest log-probability difference of engine and policy, routes replayed.
-        stale: message of the proof after one number changed in a packed parameter.
-        raw: message of the proof after the checkpoint's numbers were copied into it as they are.
+        stale: message of the proof by kind of layer, after one number of its weight changed.
+        raw: message of the proof after the checkpoint's numbers were copied into a packed
+            convolution as they are; empty if there is none.
         unknown: message of a push after a parameter got a shape that vLLM did not make.
     """
 
     packed: list[str]
     compared: int
     tensors: int
+    same: bool
     equal: bool
     moved: bool
     proof: float
-    stale: str
+    stale: dict[str, str]
     raw: str
     unknown: str
 
 
-def packed_layers(device: Device, *, model: str, out: str) -> PackedLayers:
-    """Push weights twice into an engine whose convolutions are packed, and once by the reload."""
-    pack_convolutions()
+def other_processor(device: Device, *, model: str, out: str, processor: str) -> OtherProcessor:
+    """Push weights twice into an engine that packs them for a processor, once by the reload."""
+    PROCESSORS[processor]()
     half = {"dtype": "bfloat16"}
-    world = World(device, tiny_config(model, model=half, engine=half))
-    shape = world.task.shape
+    config = tiny_config(model, model=half, engine=half)
+    world = World(device, config)
+    engine, shape = world.engine, world.task.shape
     world.sync(0)
     before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    compared = prove_weights(world.stream, world.engine, world.mesh)
+    compared = prove_weights(world.stream, engine, world.mesh)
     prompts = world.task.prompts.prompts[:4]
-    proof = prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)
+    proof = prove_sync(engine, world.policy, prompts, world.config, world.mesh)
     pushed = signature(world.collect(1).rollouts)
     folder = Path(out) / "export"
     world.export(folder)
-    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
+    config = replace(config, model=replace(config.model, path=str(folder)))
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     loaded = signature(world.collect(1, engine=fresh).rollouts)
-    same = held_tensors(world.engine) == held_tensors(fresh)
-    push(world.engine.llm, world.stream.read(), shape, copy=False)
-    prove_weights(world.stream, world.engine, world.mesh)
-    world.engine.reset_cache()
+    same = held_tensors(engine) == held_tensors(fresh)
+    push(engine.llm, world.stream.read(), shape, copy=False)
+    prove_weights(world.stream, engine, world.mesh)
+    engine.reset_cache()
     again = signature(world.collect(1).rollouts)
-
-    def parameters(model: Any) -> dict[str, torch.Tensor]:
-        return {name: each for name, each in model.named_parameters() if "conv1d" in name}
-
-    (model_of_engine,) = world.engine.llm.collective_rpc(
-        lambda worker: worker.model_runner.get_model()
-    )
-    packed = [name for name, each in parameters(model_of_engine).items() if each.dim() == 2]
-    first = parameters(model_of_engine)[packed[0]]
-    weight = dict(world.stream.read())[packed[0]]
+    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    modules = dict(net.named_modules())
 
     def proved() -> str:
-        return message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
+        return message_of(lambda: prove_weights(world.stream, engine, world.mesh), SyncError)
 
-    first.data[3, 1] += 1
-    stale = proved()
-    first.data.copy_(weight[:, 0])
-    raw = proved()
-    norm = model_of_engine.model.layers[1].input_layernorm.weight
+    def reload() -> None:
+        engine.load_weights(world.stream.shapes, world.stream.read_blocks(), policy_version=1)
+
+    tensors, stale = dict(world.stream.read()), {}
+    for kind in ("o_proj", "mlp.gate", "conv1d"):
+        name = next((f"{n}.weight" for n in modules if n.endswith(kind)), "")
+        if not name:
+            continue
+        module, wrong = modules[name.removesuffix(".weight")], tensors[name].bfloat16().clone()
+        wrong.view(-1)[5] += 1
+        module.weight.data = wrong
+        module.quant_method.process_weights_after_loading(module)
+        stale[name] = proved()
+        reload()
+    raw, packed = "", []
+    for name, module in modules.items():
+        if name.endswith("conv1d") and module.weight.dim() == 2:
+            packed.append(name)
+            kept = module.weight.data.clone()
+            module.weight.data.copy_(tensors[f"{name}.weight"][:, 0])
+            raw = raw or proved()
+            module.weight.data.copy_(kept)
+        if type(module).__name__ == "RoutedExperts":
+            packed.append(module.quant_method.moe_kernel.fused_experts.isa)
+    norm = net.model.layers[1].input_layernorm.weight
     norm.data = norm.data[None]
-    values = held_tensors(world.engine)
-    unknown = message_of(
-        lambda: world.engine.load_weights(
-            world.stream.shapes, world.stream.read_blocks(), policy_version=2
-        ),
-        RuntimeError,
-    )
-    assert held_tensors(world.engine) == values, "nothing was copied"
-    return PackedLayers(
+    values = held_tensors(engine)
+    unknown = message_of(reload, RuntimeError)
+    assert held_tensors(engine) == values, "nothing was copied"
+    return OtherProcessor(
         packed=packed,
         compared=compared,
         tensors=len(world.stream.shapes) - shape.num_experts * len(shape.moe_layers),
-        equal=pushed == loaded == again and same,
+        same=same,
+        equal=pushed == loaded == again,
         moved=before != pushed,
         proof=proof,
         stale=stale,

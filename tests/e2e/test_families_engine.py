@@ -121,19 +121,44 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
     assert all(k3 > 20 * replayed for k3 in wrong.values())
 
 
-def test_packed_convolutions_take_what_is_pushed(tmp_path: Path) -> None:
-    """As on a processor with avx512_bf16, which `pack_convolutions` emulates where it is none."""
-    folder = family_checkpoint(tmp_path / "model", "qwen3_next", **engine_sizes("qwen3_next"))
-    (result,) = run_world(family_cases.packed_layers, 1, model=str(folder), out=str(tmp_path))
-    convolutions = [f"model.layers.{layer}.linear_attn.conv1d.weight" for layer in (0, 2)]
-    assert result.packed == convolutions
+@pytest.mark.parametrize(
+    ("name", "processor"),
+    [
+        ("qwen3_next", "avx512_bf16"),
+        # Linear layers with biases, which vLLM has in float32 then.
+        ("qwen2_moe", "amx"),
+        *(
+            pytest.param(name, processor, marks=pytest.mark.large)
+            for name, processor in (
+                *(("qwen3_next", "amx"), ("qwen3_moe-tied", "amx")),
+                *(("qwen2_moe", "without oneDNN"), ("qwen2_moe", "sse41")),
+            )
+        ),
+    ],
+)
+def test_layers_as_other_processors_pack_them_take_what_is_pushed(
+    name: str, processor: str, tmp_path: Path
+) -> None:
+    """Emulated where this processor is none of that kind; see `tests.processor`."""
+    family, tied = name.removesuffix("-tied"), name.endswith("-tied")
+    folder = family_checkpoint(tmp_path / "model", family, tied=tied, **engine_sizes(family))
+    given = {"model": str(folder), "out": str(tmp_path), "processor": processor}
+    (result,) = run_world(family_cases.other_processor, 1, **given)
+    if processor == "avx512_bf16":
+        convolutions = [f"model.layers.{layer}.linear_attn.conv1d" for layer in (0, 2)]
+        assert [each for each in result.packed if "conv1d" in each] == convolutions
+        assert f"not the policy's: {convolutions[0]}.weight" in result.raw
+    if processor == "amx":
+        assert "amx" in result.packed and "vec" not in result.packed
     assert result.moved
+    assert result.same
     assert result.equal
     assert result.compared == result.tensors
-    # bfloat16: rounding leaves 0.1. A convolution that is not unpacked raises it beyond 1.
+    # bfloat16: rounding leaves 0.1. A layer that is not unpacked raises it beyond 1.
     assert result.proof <= 0.3
-    for said in (result.stale, result.raw):
-        assert f"1 tensors of the engine are not the policy's: {convolutions[0]}" in said
+    assert len(result.stale) >= 2
+    for tensor, said in result.stale.items():
+        assert f"1 tensors of the engine are not the policy's: {tensor}" in said
     assert "model.layers.1.input_layernorm.weight" in result.unknown
 
 

@@ -69,3 +69,14 @@ def test_names_of_all_expert_matrices_are_the_checkpoints() -> None:
         (layer, expert, part) for expert in (2, 3) for part in (0, 1)
     ]
     assert names[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"] == (layer, 3, 1)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_packing_moves_each_number_of_an_expert_to_a_place_of_its_own(isa: str) -> None:
+    """So that equal packed experts are equal experts, which is what the proof of weights takes."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    numbers = torch.arange(64 * 96, dtype=torch.int16)
+    packed = cpu_prepack_moe_weight(numbers.view(torch.bfloat16).view(1, 64, 96), isa)
+    assert not torch.equal(packed.view(torch.int16).flatten(), numbers)
+    assert torch.equal(packed.view(torch.int16).flatten().sort().values, numbers)

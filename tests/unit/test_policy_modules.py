@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from r3.layers.attention import CausalAttention, packed_params
 from r3.layers.norms import _Norm
 from r3.layers.rope import Rotation
+from r3.models.shape import ModelShape
 from r3.policy.build import rounded_gating
+from r3.policy.transformer_config import megatron_settings
+from tests.families import FAMILIES, HYBRID, family
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -132,3 +136,13 @@ def test_neighbours_of_equal_length_attend_in_one_call_with_the_same_bits(
     # A sequence that saw its neighbour would differ.
     together = results(slice(5, 145), [0, 140])
     assert not torch.equal(together[0][70:], packed[0][75:145])
+
+
+# GLM-4.5's config.json needs keys that transformers adds.
+@pytest.mark.parametrize("name", [each for each in FAMILIES if not each.startswith("glm-4.5")])
+def test_checkpoints_keep_their_layout_where_all_layers_have_the_same_tensors(name: str) -> None:
+    """Megatron keeps layers apart if told so, or if a list names the MoE layers."""
+    shape = ModelShape.from_hf(family(name))
+    settings = megatron_settings(tiny_config(), shape)
+    apart = settings.get("hetereogenous_dist_checkpoint", False)
+    assert apart == (name in HYBRID or isinstance(settings.get("moe_layer_freq"), list))
