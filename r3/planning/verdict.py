@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from r3.config import Config, Problem, with_values
 from r3.models.shape import ModelShape
@@ -86,29 +85,13 @@ def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found
         text += f"; the best layout lacks: {lacks}"
     else:
         text += "; each lacks memory in another phase, or the checks refuse it"
-    for flags, changes in _with_adapters(config, shape):
-        if search(with_values(config, changes), shape, world_size, gpu).proposals:
-            text += f"\nwith adapters, the model fits: add {flags} to the command (docs/lora.md)"
-            break
+    if not config.lora.rank:  # not tried: a search with adapters takes a minute
+        flags = "--lora.rank 32" + " --lora.expert_rank 4" * bool(shape.moe_layers)
+        text += f"\nadapters need less memory: ask again with {flags} (docs/lora.md)"
     for count in (2 * world_size, 4 * world_size, 8 * world_size):
         if search(config, shape, count, gpu).proposals:
             return f"{text}\n{count} such devices would fit: --plan-for {count}x{gpu.gib:g}"
     return text
-
-
-def _with_adapters(config: Config, shape: ModelShape) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Flags of LoRA that need less memory than the settings, and what they set."""
-    changes: dict[str, Any] = {}
-    if not config.lora.rank:
-        changes |= {"lora.rank": 32} | ({"lora.expert_rank": 4} if shape.moe_layers else {})
-        yield _flags(changes), changes
-    if config.model.base == "dtype":
-        changes = {**changes, "model.base": "int8"}
-        yield _flags(changes), changes
-
-
-def _flags(changes: Mapping[str, Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in changes.items())
 
 
 def _refused(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:

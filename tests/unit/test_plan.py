@@ -450,16 +450,9 @@ def test_a_model_that_fits_nowhere_is_said_to() -> None:
     fits, text = plan_for(BIG, BIG_SHAPE, 1, gpu(80))
     assert not fits
     assert text.startswith("none of 1 layouts of 1 devices of 80 GiB fits")
-    assert "with adapters" not in text, "they do not fit one such device either"
     fits, text = plan_for(BIG, BIG_SHAPE, 4, gpu(80))
     assert not fits and "8 such devices would fit: --plan-for 8x80" in text
-    flags = "--lora.rank 32 --lora.expert_rank 4"
-    assert f"with adapters, the model fits: add {flags} to the command" in text
-    adapted = with_values(BIG, {"lora.rank": 32, "lora.expert_rank": 4})
-    fits, text = plan_for(adapted, BIG_SHAPE, 4, gpu(80))
-    rollout = BIG.rollout
-    batch = f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples"
-    assert fits and f"for steps of {batch}" in text
+    assert "ask again with --lora.rank 32 --lora.expert_rank 4 (docs/lora.md)" in text
     assert "make it fit" not in verdict(BIG, BIG_SHAPE, 1, gpu(80))
 
 
