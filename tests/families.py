@@ -150,6 +150,13 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         _GLM | dict(use_qk_norm=True, first_k_dense_replace=2, routed_scaling_factor=2.5),
     ),
+    "solar_open": (
+        "solar_open",
+        {key: value for key, value in _GLM.items() if key != "first_k_dense_replace"}
+        | dict(attention_bias=False)
+        | dict(rope_parameters=_yarn(factor=16.0)),
+    ),
+    "dots1": ("dots1", _GLM | dict(attention_bias=False, norm_topk_prob=True)),
     "glm-4.7-flash": (
         "glm4_moe_lite",
         _DEEPSEEK

@@ -193,6 +193,17 @@ def _frequencies(_tensors: Tensors, layers: int) -> Tensors:
     }
 
 
+_KIMIS_VISION = ("vision_tower.", "mm_projector.")
+
+
+def _kimis_vision(_tensors: Tensors, _layers: int) -> Tensors:
+    return {
+        "vision_tower.patch_embed.proj.weight": torch.zeros(32, 3, 14, 14),
+        "vision_tower.encoder.blocks.0.wqkv.weight": torch.zeros(96, 32),
+        "mm_projector.proj.0.bias": torch.zeros(128),
+    }
+
+
 # --- how matrices are stored --------------------------------------------------------------------
 
 
@@ -468,6 +479,24 @@ _KIMI: dict[str, Any] = _DEEPSEEK | dict(
     routed_scaling_factor=2.827,
     transformers_version="4.48.3",
 )
+_KIMIS_INT4: dict[str, Any] = dict(
+    config_groups=dict(
+        group_0=dict(
+            input_activations=None,
+            output_activations=None,
+            targets=["Linear"],
+            weights=dict(actorder=None, block_structure=None, dynamic=False)
+            | dict(group_size=32, num_bits=4, observer="minmax", observer_kwargs={})
+            | dict(strategy="group", symmetric=True, type="int"),
+        )
+    ),
+    format="pack-quantized",
+    ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+    + ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    kv_cache_scheme=None,
+    quant_method="compressed-tensors",
+    quantization_status="compressed",
+)
 _KIMIS_TOKENIZER: dict[str, Any] = dict(
     tokenizer_class="TikTokenTokenizer",
     auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
@@ -665,32 +694,67 @@ LAYOUTS: Mapping[str, Published] = {
     ),
     "moonshotai/Kimi-K2-Thinking": Published(
         family="deepseek_v3",
-        keys=_KIMI
-        | dict(
-            quantization_config=dict(
-                config_groups=dict(
-                    group_0=dict(
-                        input_activations=None,
-                        output_activations=None,
-                        targets=["Linear"],
-                        weights=dict(actorder=None, block_structure=None, dynamic=False)
-                        | dict(group_size=32, num_bits=4, observer="minmax", observer_kwargs={})
-                        | dict(strategy="group", symmetric=True, type="int"),
-                    )
-                ),
-                format="pack-quantized",
-                ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
-                + ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-                kv_cache_scheme=None,
-                quant_method="compressed-tensors",
-                quantization_status="compressed",
-            )
-        ),
+        keys=_KIMI | dict(quantization_config=_KIMIS_INT4),
         changes=_ONE_GROUP,
         model_type="kimi_k2",
         stored="int4",
         tokenizer=_KIMIS_TOKENIZER,
         diagonal=("sft",),
+    ),
+    "moonshotai/Kimi-K2.5": Published(
+        family="deepseek_v3",
+        # A whole PretrainedConfig of transformers 4.
+        keys=_KIMI
+        | dict(rms_norm_eps=1e-5, ep_size=1, quantization_config=_KIMIS_INT4)
+        | dict(_name_or_path="", add_cross_attention=False, chunk_size_feed_forward=0)
+        | dict(diversity_penalty=0.0, is_decoder=False, output_attentions=False, pruned_heads={})
+        | dict(return_dict=True, tokenizer_class=None, top_k=50, torchscript=False)
+        | dict(rope_scaling=_yarn_of_16("type", 64.0, mscale=1.0, mscale_all_dim=1.0)),
+        changes=_ONE_GROUP,
+        model_type="kimi_k2",
+        wrapper=dict(
+            architectures=["KimiK25ForConditionalGeneration"],
+            auto_map=_remote("kimi_k25", "KimiK25"),
+            dtype="bfloat16",
+            ignore_index=-100,
+            media_placeholder_token_id=500,
+            model_type="kimi_k25",
+            tie_word_embeddings=False,
+            transformers_version="4.57.1",
+            use_unified_vision_chunk=True,
+            video_placeholder="<|kimi_k25_video_placeholder|>",
+            vision_config=dict(init_pos_emb_height=64, init_pos_emb_time=4, init_pos_emb_width=64)
+            | dict(merge_kernel_size=[2, 2], merge_type="sd2_tpool", mm_hidden_size=32)
+            | dict(mm_projector_type="patchmerger", patch_size=14, text_hidden_size=128)
+            | dict(pos_emb_type="divided_fixed", projector_hidden_act="gelu", model_type="")
+            | dict(video_attn_type="spatial_temporal", vt_hidden_size=32, vt_intermediate_size=64)
+            | dict(projector_ln_eps=1e-5, vt_num_attention_heads=2, vt_num_hidden_layers=1),
+        ),
+        renamed=lambda name: name if name.startswith(_KIMIS_VISION) else f"language_model.{name}",
+        stored="int4",
+        extra=_kimis_vision,
+        tokenizer=_KIMIS_TOKENIZER,
+    ),
+    "upstage/Solar-Open-100B": Published(
+        family="solar_open",
+        keys=_COMMON
+        | dict(attention_bias=False, bos_token_id=1, first_k_dense_replace=0, n_group=1)
+        | dict(norm_topk_prob=True, partial_rotary_factor=1.0, rms_norm_eps=1e-5, rope_theta=1e6)
+        | dict(routed_scaling_factor=1.0, topk_group=1, use_qk_norm=False)
+        | dict(auto_map=_remote("solar_open", "SolarOpen"), transformers_version="4.57.1")
+        | dict(rope_scaling=_yarn_of_16("type", 16.0)),
+        tokenizer=dict(tokenizer_class="PreTrainedTokenizerFast"),
+        diagonal=("rl",),
+    ),
+    "rednote-hilab/dots.llm1.inst": Published(
+        family="dots1",
+        keys=_COMMON
+        | dict(attention_bias=False, max_window_layers=62, moe_layer_freq=1)
+        | dict(norm_topk_prob=True, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=1e7)
+        | dict(routed_scaling_factor=2.5, scoring_func="noaux_tc", sliding_window=None)
+        | dict(transformers_version="4.46.3"),
+        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
+        diagonal=("export",),
     ),
     "zai-org/GLM-4.5-Air": Published(
         family="glm-4.5-air",

@@ -46,7 +46,8 @@ def load_tokenizer(path: str | Path) -> Any:
     # trust_remote_code, transformers asks in the terminal whether code of the model may run.
     keys: dict[str, Any] = dict(model_max_length=10**9, trust_remote_code=False)
     values = json.loads(config.read_bytes()) if config.is_file() else {}
-    if file.is_file() and values.get("model_type", "llama") not in CONFIG_MAPPING:
+    kinds = {part.get("model_type", "llama") for part in (values, values.get("text_config", {}))}
+    if file.is_file() and not all(kind in CONFIG_MAPPING for kind in kinds):
         return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
     found: Any = AutoTokenizer.from_pretrained(folder, **keys)
     if type(found) is PreTrainedTokenizerFast or not file.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import uuid
@@ -181,7 +182,8 @@ def build_llm(
     show_as_lines()
 
     engine, shape = config.engine, ModelShape.read(config.model.path)
-    require_architecture(_DENSE_MLA if shape.index_topk else shape.architecture)
+    other = FAMILIES[shape.architecture].engine
+    require_architecture(_DENSE_MLA if shape.index_topk else other or shape.architecture)
     _register_config(shape.architecture)
     arguments: dict[str, Any] = dict(
         model=folder_of(config.model.path),
@@ -196,6 +198,7 @@ def build_llm(
         enable_prefix_caching=prefix_caching,
         async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
         hf_overrides=overrides(config, shape),
+        skip_tokenizer_init=_tokenizer_is_code(folder_of(config.model.path)),
         seed=0,  # every request carries its own
         load_format="auto" if from_disk else "dummy",
         disable_log_stats=True,
@@ -244,6 +247,7 @@ def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[A
     Of a model that also sees images, it builds the text model alone. One with sparse attention it
     runs without the indexers, which choose everything in conversations of `index_topk` tokens.
     """
+    other = FAMILIES[shape.architecture].engine
     keys = {
         # Always set: a checkpoint's config.json may set one that the policy would not follow.
         "head_dtype": "float32" if config.model.fp32_head else "model",
@@ -272,7 +276,34 @@ def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[A
 
     if shape.index_topk:
         return without_indexers
+
+    def as_glm4_moe(whole: Any) -> Any:
+        # vLLM would rotate half of each head. It asks with the raw keys first.
+        if rope := getattr(whole, "rope_parameters", None):
+            whole.rope_parameters = {**rope, "partial_rotary_factor": 1.0}
+        whole.update(
+            {
+                "architectures": [other],
+                "attention_bias": shape.qkv_bias,
+                "use_qk_norm": shape.qk_norm == "head",
+                "head_dim": shape.head_dim,
+                "first_k_dense_replace": shape.moe_layers[0],
+                "n_group": shape.expert_groups,
+                "topk_group": shape.topk_groups,
+                **keys,
+            }
+        )
+        return whole
+
+    if other:
+        return as_glm4_moe
     return text_config if shape.is_wrapped else keys
+
+
+def _tokenizer_is_code(folder: str) -> bool:
+    """Whether vLLM would run code of the model to tokenise (Kimi-K2.5). R3 gives it token ids."""
+    file = Path(folder) / "tokenizer_config.json"
+    return file.is_file() and "auto_map" in json.loads(file.read_bytes())
 
 
 def require_architecture(architecture: str) -> None:

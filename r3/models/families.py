@@ -137,6 +137,7 @@ class Family:
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
         wrapper: architecture of published checkpoints that have it as `text_config`.
+        engine: architecture that vLLM has in its place. `GLM4_MOE` only.
         reads: keys that `fields` reads and that are refused in other families.
         ffn_key: has the width of dense layers.
         models: models of this family that people train.
@@ -154,8 +155,11 @@ class Family:
     ffn_key: str = "intermediate_size"
     implied: Mapping[str, Any] = field(default_factory=dict)
     wrapper: str = ""
+    engine: str = ""
     proved: tuple[str, ...] = ("policy", "engine")
 
+
+GLM4_MOE = "Glm4MoeForCausalLM"
 
 PROOFS = {
     "policy": "logits, gradients and export equal those of transformers, under tp, pp, ep and cp",
@@ -318,19 +322,25 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
     )
 
 
-def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
+def _sigmoid_moe(
+    hf: HfConfig, *, dense: int | None = None, groups: int | None = None
+) -> dict[str, Any]:
     """DeepSeek-V3's MoE layers: sigmoid router with biases and groups, shared experts.
 
     The expert bias moves the choice of experts, not their gates. It is a float32 buffer that R3
     never changes. Multi-token-prediction layers are left out.
+
+    Args:
+        dense: dense layers where config.json has no number of them.
+        groups: groups of experts where config.json has no number of them.
     """
-    hf.only("scoring_func", "sigmoid")
+    hf.only("scoring_func", "sigmoid", *(("noaux_tc",) if groups else ()))  # of dots.llm1
     hf.only("topk_method", "noaux_tc")
     hf.only("norm_topk_prob", True)
     hf.only("moe_layer_freq", 1)
     num_experts = hf.number("num_local_experts", "n_routed_experts", "num_experts")
     topk = hf.number("num_experts_per_tok")
-    groups, chosen = hf.number("n_group"), hf.number("topk_group")
+    groups, chosen = (hf.number(name, default=groups) for name in ("n_group", "topk_group"))
     if num_experts % groups or chosen > groups:
         raise ShapeError(
             f"{num_experts} experts do not make n_group {groups} groups of which topk_group "
@@ -343,7 +353,8 @@ def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
             "the best 2"
         )
     moe_ffn_size = hf.number("moe_intermediate_size")
-    first, num_layers = hf.number("first_k_dense_replace", least=0), hf.number("num_hidden_layers")
+    first = hf.number("first_k_dense_replace", default=dense, least=0)
+    num_layers = hf.number("num_hidden_layers")
     return dict(
         num_experts=num_experts,
         topk=topk,
@@ -561,6 +572,18 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _solar_open(hf: HfConfig) -> dict[str, Any]:
+    """Solar-Open: GLM-4.5's experts in every layer, Llama's attention."""
+    hf.only("first_k_dense_replace", 0)
+    hf.refuse("use_qk_norm")
+    return _sigmoid_moe(hf, dense=0, groups=1) | {"engine_router_fp32": True}
+
+
+def _dots1(hf: HfConfig) -> dict[str, Any]:
+    """dots.llm1 (arXiv 2506.05767): Qwen3's attention, DeepSeek-V3's router without groups."""
+    return _sigmoid_moe(hf, dense=0, groups=1) | {"qk_norm": "head", "engine_router_fp32": True}
+
+
 def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
     """GLM-4.7-Flash: DeepSeek-V3's attention and router in other sizes."""
     # vLLM counts the dense layers, transformers has a kind for each layer.
@@ -640,8 +663,9 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
         fields=_deepseek_v3,
-        models="Moonlight-16B-A3B, DeepSeek-V3, Kimi-K2",
+        models="Moonlight-16B-A3B, DeepSeek-V3, Kimi-K2, text model of Kimi-K2.5",
         aliases=("kimi_k2",),
+        wrapper="KimiK25ForConditionalGeneration",
         # vLLM takes softmax without biases where they are absent.
         implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
@@ -667,6 +691,18 @@ FAMILIES: dict[str, Family] = {
         norm_eps=1e-5,
         partial_rotary_factor=0.5,
         reads=frozenset({"attention_bias", "partial_rotary_factor"}),
+    ),
+    "SolarOpenForCausalLM": Family(
+        model_type="solar_open",
+        fields=_solar_open,
+        models="Solar-Open-100B",
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        ffn_key="moe_intermediate_size",  # it has no dense layer
+        engine=GLM4_MOE,
+    ),
+    "Dots1ForCausalLM": Family(
+        model_type="dots1", fields=_dots1, models="dots.llm1", engine=GLM4_MOE
     ),
     "Glm4MoeLiteForCausalLM": Family(
         model_type="glm4_moe_lite",

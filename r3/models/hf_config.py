@@ -173,11 +173,12 @@ class HfConfig:
             if self.values.get(name):
                 self._add(f"{name} is not supported yet")
 
-    def only(self, name: str, value: object) -> None:
+    def only(self, name: str, *values: object) -> None:
         """It is a fault if the key is given and has another value."""
         given = self.values.get(name)
-        if given is not None and given != value:
-            self._add(f"{name} {given!r} is not supported, only {value!r} is")
+        if given is not None and given not in values:
+            known = " or ".join(map(repr, values))
+            self._add(f"{name} {given!r} is not supported, only {known} is")
 
     @property
     def rope(self) -> HfConfig:

@@ -45,6 +45,7 @@ _REFUSED = (
     *("use_sliding_window", "dual_chunk_attention_config", "attention_chunk_size", "rswa_window"),
     *("mlp_bias", "clip_qkv", "layer_scale", "llama_4_scaling"),
 )
+_VISION = ("model.visual.", "vision_tower.", "mm_projector.")
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _SHOWN_SHARDS = 3
@@ -261,7 +262,7 @@ class ModelShape(ModelSizes):
     def left_out(self) -> str:
         """What of the checkpoint R3 does not load, train or export; empty if there is nothing."""
         layers = f"{self.num_mtp_layers} multi-token-prediction layers"
-        vision = "the vision model (model.visual.*)"
+        vision = "the vision model"
         parts = [(layers, bool(self.num_mtp_layers)), (vision, self.is_wrapped)]
         return " and ".join(part for part, is_there in parts if is_there)
 
@@ -283,7 +284,7 @@ class ModelShape(ModelSizes):
         and the vision model.
         """
         # Also if config.json does not count prediction layers, as that of Qwen3-Next.
-        if name.startswith("mtp.") or (self.is_wrapped and name.startswith("model.visual.")):
+        if name.startswith("mtp.") or (self.is_wrapped and name.startswith(_VISION)):
             return True
         if self.num_mtp_layers and name.startswith("model.mtp_"):
             return True
@@ -508,4 +509,4 @@ def header_of(file: Path) -> tuple[dict[str, Any], int]:
 
 def text_name(name: str) -> str:
     """Return a tensor's name in a text model alone, given that in one that has others beside it."""
-    return re.sub(r"^model\.language_model\.", "model.", name)
+    return re.sub(r"^(model\.)language_model\.|^language_model\.", r"\1", name)
