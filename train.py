@@ -33,8 +33,8 @@ def train(run: Run) -> None:
     from r3.rollout.supervised import rows_of_step
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
+    from r3.run.samples import record_samples
     from r3.run.save import Saver, export_last
-    from r3.view.live import record_samples
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
     if config.eval.only:

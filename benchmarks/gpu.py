@@ -34,8 +34,8 @@ from r3.config import from_yaml
 from r3.layers.attention import causal_varlen
 from r3.metrics.glossary import is_wall_clock
 from r3.models.shape import ModelShape
-from r3.planning.memory_plan import fit
-from r3.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
+from r3.tools.planning.memory_plan import fit
+from r3.tools.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, Stash, has_gpu, open_shared, share
 

@@ -42,13 +42,13 @@ from r3.rollout.conversation import ConversationSetup
 from r3.rollout.scored import share_out
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
-from r3.run import health
 from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
+from r3.tools import health
 from r3.types import Batch, Rollout
 
 # small, so that every rank gets several micro-batches of several sequences

@@ -46,8 +46,8 @@ from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
+from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
-from r3.view.runs import dumped_steps
 
 # Settings that matter to a policy that only scores.
 _MATTERS = (

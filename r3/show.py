@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from r3.runtime.terminal import own_streams, say, visible
-from r3.view.runs import Kind, ViewError, dumped_steps, read_samples
-from r3.view.samples import Sample
-from r3.view.terminal import conversation
+from r3.tools.view.runs import Kind, ViewError, dumped_steps, read_samples
+from r3.tools.view.samples import Sample
+from r3.tools.view.terminal import conversation
 
 DEFAULT_COUNT = 3
 

@@ -20,8 +20,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from r3.runtime.terminal import own_streams, say
-from r3.view.runs import RunFacts, ViewError, read_run
-from r3.view.watch import read_heartbeats, screen
+from r3.tools.view.runs import RunFacts, ViewError, read_run
+from r3.tools.view.watch import read_heartbeats, screen
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

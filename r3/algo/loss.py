@@ -16,7 +16,7 @@ trainer and engine, which a constant weight corrects. Docstrings say which of th
     loss = aggregate(loss_N, ...)
 
 Everything is computed in float32 whatever comes in. A new loss is one function with the signature
-of `Loss` and one line in `LOSSES`; r3/algo/contract.py has its contract. sg[] is a stop-gradient.
+of `Loss` and one line in `LOSSES`; r3/tools/contract.py has its contract. sg[] is a stop-gradient.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from r3 import extras
 from r3.checks import Report, examine
 from r3.checks.objective import in_effect
-from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
 from r3.config import (
@@ -50,20 +50,9 @@ from r3.data.sources import read_rows
 from r3.models.download import fetch_weights
 from r3.models.hub import HubError, is_hub
 from r3.models.shape import ModelShape
-from r3.planning.step_time import RANKS_PER_MACHINE
-from r3.planning.verdict import (
-    host_problems,
-    memory_problems,
-    plan_for,
-    read_gpu,
-    read_host,
-    read_plan_for,
-)
 from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, is_leader, start_command
 from r3.runtime.terminal import own_streams, say
-
-T = TypeVar("T")
 
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help", "models")
@@ -156,8 +145,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
-    gpu = _planned("device_gib", read_gpu, words, problems)
-    host_gib = _planned("host_gib", read_host, words, problems)
+    gpu = _planned("device_gib", "read_gpu", words, problems)
+    host_gib = _planned("host_gib", "read_host", words, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
     if "plan_for" in words.own:
@@ -186,10 +175,9 @@ def parse(argv: Sequence[str]) -> Invocation:
     unfit: list[Problem] = []
     if report.shape and not problems:
         if gpu:
-            unfit, doubts = memory_problems(config, report.shape, world_size, gpu)
+            unfit, doubts = extras.planner().memory_problems(config, report.shape, world_size, gpu)
         if host_gib:
-            ranks = min(world_size, RANKS_PER_MACHINE)
-            found = host_problems(config, report.shape, world_size, host_gib, ranks=ranks)
+            found = extras.planner().host_problems(config, report.shape, world_size, host_gib)
             unfit, doubts = unfit + found[0], doubts + found[1]
         problems += unfit if not words.dry_run else []
     needs = _needs(base, problems) if words.dry_run else []
@@ -202,6 +190,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
+        dry_run = extras.dry_run()
         text = [title, dry_run.describe(config, report.shape, world_size, gpu, differences)]
         text += [f"warning: {warning}" for warning in warnings]
         text += [note] * bool(note)
@@ -486,16 +475,14 @@ def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     return config.parallel.smallest_world if plans else 1
 
 
-def _planned(
-    name: str, read: Callable[[str], T], words: _Words, problems: list[Problem]
-) -> T | None:
+def _planned(name: str, reader: str, words: _Words, problems: list[Problem]) -> Any:
     """What a flag about the machine to plan for says, if it is given."""
     if (word := words.own.get(name)) is None:
         return None
     rule, fix = "is for --dry-run and --check: a run knows its machine", "leave it out"
     if words.dry_run or words.check:
         try:
-            return read(word)
+            return getattr(extras.planner(), reader)(word)
         except ValueError as error:
             rule, fix = str(error), "such as 80"
     problems.append(Problem(f"--{name.replace('_', '-')}", word, rule, fix))
@@ -506,7 +493,7 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
     """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
     word = words.own["plan_for"]
     try:
-        world_size, gpu = read_plan_for(word)
+        world_size, gpu = extras.planner().read_plan_for(word)
     except ValueError as error:
         problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
         _leave(2, str(ConfigError(problems)))
@@ -518,7 +505,7 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
     if len(problems) > len(_needs(base, problems)) or report.shape is None:
         _leave(2, str(ConfigError(problems)))
     config = replace(resolved, parallel=config.parallel)
-    fits, text = plan_for(config, report.shape, world_size, gpu)
+    fits, text = extras.planner().plan_for(config, report.shape, world_size, gpu)
     _leave(0 if fits else 1, f"{base.name}: {text}")
 
 

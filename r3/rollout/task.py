@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from r3 import extras
 from r3.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
@@ -17,8 +18,6 @@ from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.tokenizer import load_tokenizer
 from r3.models.shape import ModelShape
-from r3.planning.step_time import RANKS_PER_MACHINE
-from r3.planning.verdict import host_problems, memory_problems, read_gpu
 from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
@@ -79,12 +78,13 @@ def _tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
 
 def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
     """What of the plan exceeds this rank's device, or its machine."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(min(world_size, RANKS_PER_MACHINE))))
-    problems, _ = host_problems(
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+    planner = extras.planner()
+    problems, _ = planner.host_problems(
         config, shape, world_size, host_gib(), ranks=ranks, on_gpu=has_gpu()
     )
     if size := device_gib():
-        found, _ = memory_problems(config, shape, world_size, read_gpu(str(size)))
+        found, _ = planner.memory_problems(config, shape, world_size, planner.read_gpu(str(size)))
         problems = found + problems
     return problems
 

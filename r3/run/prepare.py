@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from r3 import extras
 from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
@@ -25,7 +26,6 @@ from r3.models.shape import AbsentWeightsError, ModelShape, weight_files
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
-from r3.run.check import check_functions, check_task
 from r3.run.folder import RunDir
 from r3.run.lock import require_free
 from r3.run.rendezvous import addresses
@@ -131,7 +131,7 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         if start.lock is not None:
             undo.callback(start.lock.release)
         if check:
-            for line in check_task(task, config.algo):
+            for line in extras.check().check_task(task, config.algo):
                 say(line)
             return None
         if config.eval.only:
@@ -143,7 +143,7 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
             changed = start.notes[1:] if start.found else ()
             start = replace(start, notes=(f"evaluating {what}; no training", *changed))
         if tries_functions:
-            for _ in check_functions(task, config.algo):
+            for _ in extras.check().check_functions(task, config.algo):
                 watchdog.beat("trying functions")
         undo.pop_all()  # `begin` closes them
     ends = task.conversation_setup.renderer.ends

@@ -18,14 +18,6 @@ import torch
 from torch import Tensor
 
 from r3.algo.advantage import ADVANTAGES
-from r3.algo.contract import (
-    Advantage,
-    Finding,
-    advantage_fault,
-    check_advantage,
-    check_loss,
-    loss_fault,
-)
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig
 from r3.config.arguments import Taker
@@ -37,6 +29,8 @@ from r3.user_code.loading import (
     function_of,
 )
 from r3.user_code.values import own_copy
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
 
 
 class AlgorithmError(RuntimeError):
@@ -74,22 +68,6 @@ def advantage_of(algo: AlgoConfig) -> Advantage:
     return _checked(algo, "advantage", advantage_fault)
 
 
-def run_contract(algo: AlgoConfig, role: str) -> list[Finding]:
-    """Run the contract on the function that the settings name.
-
-    Args:
-        role: "loss" or "advantage".
-
-    Raises:
-        ConfigError: it cannot be loaded.
-        AlgorithmError: it raised an error.
-    """
-    own = _own(algo, role) if role in algo.own_functions else None
-    if role == "advantage":
-        return check_advantage(own or ADVANTAGES[algo.advantage])
-    return check_loss(own or LOSSES[algo.loss], bounds_of(algo))
-
-
 def bounds_of(algo: AlgoConfig) -> Bounds:
     """Return the bounds that a loss gets."""
     return Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap)
@@ -99,7 +77,7 @@ def _checked(
     algo: AlgoConfig, role: str, fault_of: Callable[[Any, Any], str]
 ) -> Callable[..., Any]:
     """Load a user's function whose result is compared with its first input."""
-    call = _own(algo, role)
+    call = own_function(algo, role)
 
     def checked(first: Any, second: Any) -> Any:
         result = call(first, second)
@@ -110,7 +88,7 @@ def _checked(
     return checked
 
 
-def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
+def own_function(algo: AlgoConfig, role: str) -> Callable[..., Any]:
     """Load a user's function; what it raises becomes an `AlgorithmError` that says where."""
     field, spec, arguments = f"algo.{role}", algo.own_functions[role], _arguments(algo)[role]
     file = str(Path(spec.rpartition(":")[0]).resolve())
@@ -128,7 +106,7 @@ def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
             raise AlgorithmError(
                 f"{field} {spec} raised {type(error).__name__}: {error}\n"
                 f"  {last.filename}:{last.lineno} in {last.name}: {last.line}\n"
-                f"  Test it without a run: python -m r3.cli.check_loss {spec}"
+                f"  Test it without a run: python -m r3.check_loss {spec}"
                 f"{' --advantage' if role == 'advantage' else ''}"
             ) from error
 
@@ -159,3 +137,49 @@ def _own_tensors(value: Any) -> Any:
             value, **{each.name: _own_tensors(getattr(value, each.name)) for each in fields(value)}
         )
     return value
+
+
+def loss_fault(result: Any, inputs: LossInputs) -> str:
+    """Return what is wrong with the form of a loss function's result; "" if nothing is."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return f"it returned {_kind(result)}. Return two tensors: (loss_N, clipped_N)"
+    for name, tensor, dtype in zip(
+        ("loss_N", "clipped_N"), result, (torch.float32, torch.bool), strict=True
+    ):
+        if not isinstance(tensor, Tensor):
+            return f"{name} is {_kind(tensor)}. Return a tensor of {dtype}"
+        if tensor.shape != inputs.logprobs_N.shape:
+            return (
+                f"{name} has shape {list(tensor.shape)}, and there are "
+                f"{len(inputs.logprobs_N)} tokens. Return one value per token: R3 masks, adds and "
+                "divides"
+            )
+        if tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype}. Return {dtype}"
+    return ""
+
+
+def advantage_fault(result: Any, rewards_R: Tensor) -> str:
+    """Return what is wrong with an advantage function's result; "" if nothing is."""
+    if not isinstance(result, Tensor):
+        return f"it returned {_kind(result)}. Return a tensor with one advantage per rollout"
+    if result.shape != rewards_R.shape or not result.is_floating_point():
+        return (
+            f"it returned {result.dtype} of shape {list(result.shape)} for {len(rewards_R)} "
+            "rollouts. Return one floating-point number per rollout"
+        )
+    if not bool(torch.isfinite(result).all()):
+        bad = int(torch.nonzero(~torch.isfinite(result))[0])
+        return (
+            f"the advantage of rollout {bad} is {float(result[bad])}, its reward "
+            f"{float(rewards_R[bad])}. Groups may have one rollout or equal rewards: add an "
+            "epsilon to what you divide by"
+        )
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
+
+
+# --- losses -------------------------------------------------------------------------------------

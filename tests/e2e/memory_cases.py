@@ -9,11 +9,11 @@ from r3.algo import packing
 from r3.configs.tiny import tiny_smoke
 from r3.engine import Engine
 from r3.models.shape import ModelShape
-from r3.planning import memory_plan as plan
 from r3.policy import Policy
 from r3.rollout.task import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
+from r3.tools.planning import memory_plan as plan
 from r3.types import Batch
 from tests.memory import peak_bytes
 from tests.policies import one_update

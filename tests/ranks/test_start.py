@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from r3.config import ConfigError, with_values
 from r3.rollout.task import read_task
-from r3.run.health import findings, measure
 from r3.run.prepare import require_engines_within_machines
 from r3.run.resume import Found, Start
 from r3.run.start import RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
+from r3.tools.health import findings, measure
 from tests.errors import message_of
 from tests.tiny import tiny_config
 from tests.world import run_world

@@ -150,7 +150,7 @@ def test_equals_a_loop_over_groups(name: str, seed: int) -> None:
     torch.testing.assert_close(advantages_R.double(), expected_R, rtol=1e-6, atol=1e-7)
 
 
-# The contract of every advantage is in r3/algo/contract.py; test_contract.py runs it.
+# The contract of every advantage is in r3/tools/contract.py; test_contract.py runs it.
 
 
 @pytest.mark.parametrize("name", GROUPED)

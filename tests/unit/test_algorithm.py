@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from r3 import checks
-from r3.algo.contract import example_inputs, example_rewards
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError, fixed_changes, from_yaml, to_yaml
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
-from r3.run.check import check_task
 from r3.run.failures import failure_text
+from r3.tools.check import check_task
+from r3.tools.contract import example_inputs, example_rewards
 from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
 
@@ -222,7 +222,7 @@ def test_exception_of_a_loss_names_its_line(file: Path) -> None:
     line = 1 + MINE.splitlines().index("    return torch.zeros(3) + torch.zeros(4)")
     assert f"algo.loss {file}:breaks raised RuntimeError: The size of tensor a (3)" in text
     assert f"{file}:{line} in breaks: return torch.zeros(3) + torch.zeros(4)" in text
-    assert f"python -m r3.cli.check_loss {file}:breaks" in text
+    assert f"python -m r3.check_loss {file}:breaks" in text
 
 
 def test_results_of_another_form_stop_the_run(file: Path) -> None:

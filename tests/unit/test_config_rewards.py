@@ -18,8 +18,8 @@ from r3.config import (
     with_values,
 )
 from r3.models.shape import ModelShape
-from r3.planning import memory_plan as plan
-from r3.planning.verdict import memory_problems, read_gpu
+from r3.tools.planning import memory_plan as plan
+from r3.tools.planning.verdict import memory_problems, read_gpu
 from tests.settings import found
 from tests.tiny import tiny_config
 

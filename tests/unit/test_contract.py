@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from r3.algo.advantage import ADVANTAGES
-from r3.algo.contract import (
+from r3.algo.loss import LOSSES, Bounds, LossInputs
+from r3.check_loss import main
+from r3.tools.contract import (
     ADVANTAGE_CHECKS,
     ADVICE,
     LOSS_CHECKS,
@@ -20,8 +22,6 @@ from r3.algo.contract import (
     check_loss,
     example_inputs,
 )
-from r3.algo.loss import LOSSES, Bounds, LossInputs
-from r3.cli.check_loss import main
 
 pytestmark = pytest.mark.unit
 

@@ -22,8 +22,8 @@ from benchmarks.gpu_steps import with_bundle as unpacked
 from r3.cli.parse import parse
 from r3.config import with_values
 from r3.models.shape import ModelShape
-from r3.planning.memory_plan import fit
 from r3.rescore import parse as parse_rescore
+from r3.tools.planning.memory_plan import fit
 from tests.families import random_checkpoint
 from tests.world import ROOT
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from r3.run.health import Facts, findings
+from r3.tools.health import Facts, findings
 
 pytestmark = pytest.mark.unit
 

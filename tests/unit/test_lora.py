@@ -36,8 +36,8 @@ from r3.models.peft import (
     write_adapter,
 )
 from r3.models.shape import ModelShape
-from r3.planning.memory_plan import fit, host_memory, memory
 from r3.policy.quantised_weight import QuantisedWeight
+from r3.tools.planning.memory_plan import fit, host_memory, memory
 from tests.families import (
     FAMILIES,
     MOE_FAMILIES,

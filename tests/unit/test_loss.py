@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.algo.contract import loss_fault
 from r3.algo.loss import (
     CORRECTIONS,
     LOSSES,
@@ -27,6 +26,7 @@ from r3.algo.loss import (
     ppo_clip,
 )
 from r3.metrics.mismatch import mismatch
+from r3.tools.contract import loss_fault
 
 pytestmark = pytest.mark.unit
 
@@ -138,7 +138,7 @@ def test_ppo_clip_survives_absurd_ratios() -> None:
     assert gradient_N.tolist() == [0.0, 0.0, 0.0]
 
 
-# The contract of every loss is in r3/algo/contract.py; test_contract.py runs it.
+# The contract of every loss is in r3/tools/contract.py; test_contract.py runs it.
 
 
 @pytest.mark.parametrize("name", LOSSES)

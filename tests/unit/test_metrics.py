@@ -60,8 +60,8 @@ from r3.metrics.reduce import (
 from r3.metrics.tensorboard import tensorboard_layout
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
-from r3.view.samples import sample_of
-from r3.view.terminal import conversation
+from r3.tools.view.samples import sample_of
+from r3.tools.view.terminal import conversation
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -12,13 +12,15 @@ import torch
 
 from r3.assets import TINY_MOE
 from r3.checks import examine
-from r3.cli import dry_run
 from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
-from r3.planning import memory_plan as plan
-from r3.planning.layout_search import search
-from r3.planning.step_time import (
+from r3.policy import memory
+from r3.run.optimizer_state import PIECE
+from r3.tools import dry_run
+from r3.tools.planning import memory_plan as plan
+from r3.tools.planning.layout_search import search
+from r3.tools.planning.step_time import (
     EFFICIENCY,
     Gpu,
     active_params,
@@ -28,7 +30,7 @@ from r3.planning.step_time import (
     passes,
     train_seconds,
 )
-from r3.planning.verdict import (
+from r3.tools.planning.verdict import (
     host_problems,
     memory_problems,
     plan_for,
@@ -36,8 +38,6 @@ from r3.planning.verdict import (
     read_plan_for,
     verdict,
 )
-from r3.policy import memory
-from r3.run.optimizer_state import PIECE
 
 # In float32, so that what bfloat16 adds is one setting away.
 TINY = with_values(

@@ -13,17 +13,25 @@ from safetensors.numpy import load_file, save_file
 
 from r3 import assets
 from r3.cli.base_config import OVERRIDES
-from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
-from r3.report.tokens import (
+from r3.run.dumps import read_rollouts
+from r3.run.folder import RunDir
+from r3.tools.report.page import (
+    Limits,
+    columns,
+    dump_data,
+    evenly,
+    page_data,
+    render,
+    shown_samples,
+)
+from r3.tools.report.tokens import (
     disagreement,
     expert_load,
     read_arrays,
     spans,
     token_facts,
 )
-from r3.run.dumps import read_rollouts
-from r3.run.folder import RunDir
-from r3.view.runs import ViewError, read_samples
+from r3.tools.view.runs import ViewError, read_samples
 from tests.run_folder import GROUPS, SAMPLES, rollout, write_run
 
 pytestmark = pytest.mark.unit

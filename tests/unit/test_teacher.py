@@ -17,8 +17,8 @@ from r3.checks.ignored import ignored_settings
 from r3.checks.objective import in_effect
 from r3.config import ConfigError, with_values
 from r3.models.shape import ModelShape
-from r3.planning.memory_plan import host_memory, memory, teacher_bytes
 from r3.rollout.task import read_task
+from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

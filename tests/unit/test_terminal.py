@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from r3 import show, watch
+from r3 import report, show, watch
 from r3.cli import check_loss
 from r3.metrics.console import Console
-from r3.report import __main__ as report
 from r3.rewards.scorer import RewardError
 from r3.run.failures import failure_text
 from r3.run.folder import RunDir, write_json, write_text
 from r3.runtime.terminal import say, visible
-from r3.view.samples import sample_of
-from r3.view.terminal import conversation
+from r3.tools.view.samples import sample_of
+from r3.tools.view.terminal import conversation
 from tests.run_folder import write_run
 
 pytestmark = pytest.mark.unit

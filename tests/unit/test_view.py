@@ -10,9 +10,9 @@ import pytest
 
 from r3 import show
 from r3.run.folder import RunDir
-from r3.view.runs import ViewError, differing_settings, read_run
-from r3.view.samples import sample_of, tool_calls_text
-from r3.view.terminal import facts
+from r3.tools.view.runs import ViewError, differing_settings, read_run
+from r3.tools.view.samples import sample_of, tool_calls_text
+from r3.tools.view.terminal import facts
 from tests.run_folder import GROUPS, SAMPLES, write_run
 
 pytestmark = pytest.mark.unit

@@ -20,7 +20,7 @@ from r3.metrics.glossary import headlines
 from r3.run.folder import RunDir
 from r3.run.lock import is_abandoned
 from r3.runtime.terminal import visible
-from r3.view.runs import RunFacts
+from r3.tools.view.runs import RunFacts
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from r3.config import Config
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.planning.memory_plan import (
+from r3.tools.planning.memory_plan import (
     memory,
     optimizer_bytes,
     params_per_rank,

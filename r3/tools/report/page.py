@@ -18,9 +18,9 @@ from r3.data.tokenizer import load_tokenizer
 from r3.metrics.glossary import UnknownMetricError, explain
 from r3.metrics.users import is_users
 from r3.models.shape import ModelShape, ShapeError
-from r3.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.run.folder import RunDir
-from r3.view.runs import (
+from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
+from r3.tools.view.runs import (
     Kind,
     RunFacts,
     ViewError,
@@ -29,7 +29,7 @@ from r3.view.runs import (
     read_run,
     read_samples,
 )
-from r3.view.samples import Sample
+from r3.tools.view.samples import Sample
 
 ASSETS = ("report.css", "page.js", "charts.js", "rollouts.js")
 
@@ -283,4 +283,4 @@ def _tell_apart(runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _asset(name: str) -> str:
-    return resources.files("r3.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files("r3.tools.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.sharding import sync_plans
-from r3.planning.memory_plan import (
+from r3.tools.planning.memory_plan import (
     GIB,
     PHASES,
     fit,
@@ -20,8 +20,8 @@ from r3.planning.memory_plan import (
     sequence_bytes,
     stage_pieces,
 )
-from r3.planning.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
-from r3.planning.verdict import assumptions, describe_seconds, verdict
+from r3.tools.planning.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
+from r3.tools.planning.verdict import assumptions, describe_seconds, verdict
 
 _SHOWN_RANKS = 16
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from r3.report.page import Limits, page_data, render
 from r3.run.folder import write_text
 from r3.runtime.terminal import own_streams, say
-from r3.view.runs import ViewError
+from r3.tools.report.page import Limits, page_data, render
+from r3.tools.view.runs import ViewError
 
 
 def plotly_source() -> str:

@@ -3,7 +3,7 @@
     for finding in check_loss(ppo_clip):
         print(finding.claim, finding.fault)        # fault is "" if the claim holds
 
-The unit tests run the checks on every built-in function. `python -m r3.cli.check_loss` and
+The unit tests run the checks on every built-in function. `python -m r3.check_loss` and
 `train.py --check` run them on users' functions. A check calls the function on small examples of the
 inputs that a run would give to it. A few milliseconds each, on CPU.
 """
@@ -15,14 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from r3.algo.loss import Bounds, Loss, LossInputs, Sequences
+from r3.algo.advantage import ADVANTAGES
+from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs, Sequences
+from r3.config import AlgoConfig
+from r3.user_code.algorithm import (
+    Advantage,
+    advantage_fault,
+    bounds_of,
+    loss_fault,
+    own_function,
+)
 
-Advantage = Callable[[Tensor, Tensor], Tensor]
+_LossOfInputs = Callable[[LossInputs], tuple[Tensor, Tensor]]
 
 USUAL_BOUNDS = Bounds(low=0.2, high=0.28, cap=5.0)
 
@@ -80,54 +88,6 @@ def _findings(
 
 
 # --- results: checked in every call of a run too ------------------------------------------------
-
-
-def loss_fault(result: Any, inputs: LossInputs) -> str:
-    """Return what is wrong with the form of a loss function's result; "" if nothing is."""
-    if not (isinstance(result, tuple) and len(result) == 2):
-        return f"it returned {_kind(result)}. Return two tensors: (loss_N, clipped_N)"
-    for name, tensor, dtype in zip(
-        ("loss_N", "clipped_N"), result, (torch.float32, torch.bool), strict=True
-    ):
-        if not isinstance(tensor, Tensor):
-            return f"{name} is {_kind(tensor)}. Return a tensor of {dtype}"
-        if tensor.shape != inputs.logprobs_N.shape:
-            return (
-                f"{name} has shape {list(tensor.shape)}, and there are "
-                f"{len(inputs.logprobs_N)} tokens. Return one value per token: R3 masks, adds and "
-                "divides"
-            )
-        if tensor.dtype != dtype:
-            return f"{name} is {tensor.dtype}. Return {dtype}"
-    return ""
-
-
-def advantage_fault(result: Any, rewards_R: Tensor) -> str:
-    """Return what is wrong with an advantage function's result; "" if nothing is."""
-    if not isinstance(result, Tensor):
-        return f"it returned {_kind(result)}. Return a tensor with one advantage per rollout"
-    if result.shape != rewards_R.shape or not result.is_floating_point():
-        return (
-            f"it returned {result.dtype} of shape {list(result.shape)} for {len(rewards_R)} "
-            "rollouts. Return one floating-point number per rollout"
-        )
-    if not bool(torch.isfinite(result).all()):
-        bad = int(torch.nonzero(~torch.isfinite(result))[0])
-        return (
-            f"the advantage of rollout {bad} is {float(result[bad])}, its reward "
-            f"{float(rewards_R[bad])}. Groups may have one rollout or equal rewards: add an "
-            "epsilon to what you divide by"
-        )
-    return ""
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
-
-
-# --- losses -------------------------------------------------------------------------------------
-
-_LossOfInputs = Callable[[LossInputs], tuple[Tensor, Tensor]]
 
 
 def example_inputs(seed: int = 0) -> LossInputs:
@@ -462,3 +422,19 @@ ADVICE = {
     "equals the policy gradient at pi = pi_old = mu",
     "is 0 if all rewards are equal",
 }
+
+
+def run_contract(algo: AlgoConfig, role: str) -> list[Finding]:
+    """Run the contract on the function that the settings name.
+
+    Args:
+        role: "loss" or "advantage".
+
+    Raises:
+        ConfigError: it cannot be loaded.
+        AlgorithmError: it raised an error.
+    """
+    own = own_function(algo, role) if role in algo.own_functions else None
+    if role == "advantage":
+        return check_advantage(own or ADVANTAGES[algo.advantage])
+    return check_loss(own or LOSSES[algo.loss], bounds_of(algo))

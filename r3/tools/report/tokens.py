@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from r3.run.dumps import arrays_fault
 from r3.run.folder import RunDir, read_jsonl_lines
-from r3.view.runs import ViewError
+from r3.tools.view.runs import ViewError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Check a loss or an advantage of your own against the contract of the built-in ones.
 
-    python -m r3.cli.check_loss my.py:f                      a loss, f(inputs, bounds)
-    python -m r3.cli.check_loss my.py:g --advantage          an advantage, g(rewards_R, groups_R)
-    python -m r3.cli.check_loss my.py:f --args tau=0.5       with values for further parameters
+    python -m r3.check_loss my.py:f                      a loss, f(inputs, bounds)
+    python -m r3.check_loss my.py:g --advantage          an advantage, g(rewards_R, groups_R)
+    python -m r3.check_loss my.py:f --args tau=0.5       with values for further parameters
 
 Takes seconds and needs no model. Exit code 1: a check fails. Exit code 2: the function cannot be
 loaded.
@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from r3.config import SETTINGS, AlgoConfig, ConfigError, Problem
 from r3.config.settings import ADVANTAGES, LOSSES
 from r3.runtime.terminal import own_streams, say
-from r3.user_code.algorithm import AlgorithmError, run_contract
+from r3.tools.contract import run_contract
+from r3.user_code.algorithm import AlgorithmError
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="r3.cli.check_loss",
+        prog="r3.check_loss",
         description=(__doc__ or "").partition("\n")[0],
         allow_abbrev=False,
     )
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         findings = run_contract(settings_of(words), role)
     except (AlgorithmError, ConfigError) as error:
-        say(f"r3.cli.check_loss: {error}", error=True)
+        say(f"r3.check_loss: {error}", error=True)
         raise SystemExit(1 if isinstance(error, AlgorithmError) else 2) from None
     say(f"{words.function} as algo.{role}")
     for each in findings:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from r3 import extras
 from r3.rollout.scored import Scored
 from r3.run.build import Run
 from r3.run.dumps import dump_rollouts, row_of
-from r3.view.samples import sample_of
-from r3.view.terminal import conversation
 
 
 def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
@@ -24,4 +23,4 @@ def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
     if log.show_every and step % log.show_every == 0 and scored and run.device.rank == 0:
         item = scored[step // log.show_every % len(scored)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
-        run.meter.console.show(conversation(sample_of(0, row_of(item, prompt))))
+        run.meter.console.show(extras.conversation_of(row_of(item, prompt)))

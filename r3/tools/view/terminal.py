@@ -11,7 +11,7 @@ from rich.text import Text
 
 from r3.algo.sums import are_equal
 from r3.runtime.terminal import visible
-from r3.view.samples import Sample, tool_calls_text
+from r3.tools.view.samples import Sample, tool_calls_text
 
 ROLE_STYLES = {
     "system": "dim",

@@ -16,9 +16,9 @@ from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.episode import message_of
 from r3.rollout.task import Task
-from r3.run.check_messages import check_messages
+from r3.tools.check_messages import check_messages
+from r3.tools.contract import run_contract
 from r3.types import Prompt, Rollout
-from r3.user_code.algorithm import run_contract
 
 _REFERENCES = 8  # rows whose reference answers are scored if that of the first is worth nothing
 
@@ -79,7 +79,7 @@ def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
     for role, spec in algo.own_functions.items():
         findings = run_contract(algo, role)
         if broken := [each for each in findings if each.fault and each.required]:
-            fix = "correct the function; python -m r3.cli.check_loss shows every check"
+            fix = "correct the function; python -m r3.check_loss shows every check"
             raise ConfigError(
                 [
                     Problem(f"algo.{role}", spec, f"breaks {each.claim!r}: {each.fault}", fix)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from r3.config import Config, Problem, with_values
 from r3.models.shape import ModelShape
-from r3.planning.layout_search import Proposal, Search, search
-from r3.planning.memory_plan import (
+from r3.tools.planning.layout_search import Proposal, Search, search
+from r3.tools.planning.memory_plan import (
     CERTAIN,
     GIB,
     HOST_CERTAIN,
@@ -19,7 +19,7 @@ from r3.planning.memory_plan import (
     fit,
     host_memory,
 )
-from r3.planning.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
+from r3.tools.planning.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, RANKS_PER_MACHINE, Gpu
 
 _SHOWN_PROPOSALS = 3
 
@@ -210,7 +210,7 @@ def host_problems(
     world_size: int,
     host_gib: float,
     *,
-    ranks: int,
+    ranks: int | None = None,
     on_gpu: bool = True,
 ) -> tuple[list[Problem], list[str]]:
     """What cannot fit the memory of a machine, and what probably does not.
@@ -220,12 +220,13 @@ def host_problems(
         shape: the model's.
         world_size: number of ranks.
         host_gib: memory of the machine.
-        ranks: number of ranks on it.
+        ranks: number of ranks on it; None: as many as a machine of 8 devices has.
         on_gpu: whether ranks have a GPU. Otherwise policy and engine are in host memory too.
 
     Returns:
         Problems and warnings.
     """
+    ranks = ranks or min(world_size, RANKS_PER_MACHINE)
     parts = host_memory(config, shape, world_size) if on_gpu else {}
     certain = {name: size for name, size in parts.items() if name in HOST_CERTAIN}
     if not on_gpu:

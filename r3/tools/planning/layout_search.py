@@ -17,8 +17,8 @@ from r3.checks.findings import Findings
 from r3.checks.layout import check_layout
 from r3.config import Config, Problem, flatten, with_values
 from r3.models.shape import ModelShape
-from r3.planning.memory_plan import GIB, PHASES, Fit, fit, memory
-from r3.planning.step_time import (
+from r3.tools.planning.memory_plan import GIB, PHASES, Fit, fit, memory
+from r3.tools.planning.step_time import (
     RANKS_PER_MACHINE,
     Gpu,
     generate_seconds,

@@ -1,0 +1,49 @@
+"""Which setting or flag brings which extra. The core reaches an extra through this file alone.
+
+An extra is a folder that a run can do without. The core imports none; each function below imports
+one when it is needed, and says when that is.
+
+| extra | brought by |
+|---|---|
+| `tools.planning` | `--dry-run`, `--plan-for`, `--device-gib`; a start compares plan and device |
+| `tools.dry_run` | `--dry-run` |
+| `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
+| `tools.view` | `log.show_every` |
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def planner() -> ModuleType:
+    """The plan of memory and the search for layouts: `r3.tools.planning.verdict`."""
+    from r3.tools.planning import verdict
+
+    return verdict
+
+
+def dry_run() -> ModuleType:
+    """The report of `--dry-run`."""
+    from r3.tools import dry_run
+
+    return dry_run
+
+
+def check() -> ModuleType:
+    """The report of `--check`, and the trial of users' functions."""
+    from r3.tools import check
+
+    return check
+
+
+def conversation_of(row: Mapping[str, Any]) -> Any:
+    """A row of a dump as the console shows it (`log.show_every`)."""
+    from r3.tools.view.samples import sample_of
+    from r3.tools.view.terminal import conversation
+
+    return conversation(sample_of(0, row))
