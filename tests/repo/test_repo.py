@@ -42,7 +42,6 @@ PACKAGES = (
         "envs",
         "rewards",
         "checks",
-        "planning",
         "cli",
         "engine",
         "layers",
@@ -51,9 +50,11 @@ PACKAGES = (
         "handover",
         "run",
     ),
-    *("view", "report", "show", "watch", "rescore", "export", "doctor", "__main__", "api"),
+    *("tools",),  # extras: what a run can do without
+    *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
 )
-MAX_LOOSE_MODULES = 7  # files directly in r3/, __init__.py aside
+EXTRAS = {"tools"}
+MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
     "vllm": ("r3/engine/",),
@@ -101,13 +102,22 @@ def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
     if file.parts[0] != "r3" or file == PurePosixPath("r3/__init__.py"):
         return
     own = PurePosixPath(file.parts[1]).stem
+    if own == "extras":  # where the core reaches extras: inside functions, so that none is loaded
+        yield from (
+            (node.lineno, "imports an extra outside of a function")
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and package_of(node.module or "") in EXTRAS
+        )
+        return
     if own not in PACKAGES:
         yield 1, f"{own} is not in PACKAGES: add it there (tests/repo/test_repo.py)"
         return
     for line, name in imports(file, tree):
         other = package_of(name)
-        if other is None or other == own:
+        if other is None or other in (own, "extras"):
             continue
+        if own in EXTRAS and other in EXTRAS:
+            yield line, f"{own} imports {other}: an extra imports the core, never another extra"
         if other not in PACKAGES or PACKAGES.index(other) > PACKAGES.index(own):
             yield line, f"{own} imports {other}, which comes later in the order of packages"
         if "engine" in {own, other} and {own, other} & {"layers", "policy"}:
@@ -218,6 +228,8 @@ def test_rule_holds(rule: Rule) -> None:
         (imports_go_one_way, "r3/engine/build.py", "from ..policy import Policy"),
         (imports_go_one_way, "r3/policy/build.py", "import r3.engine.engine"),
         (imports_go_one_way, "r3/homeless.py", "x = 1"),
+        (imports_go_one_way, "r3/cli/parse.py", "def f():\n    from r3.tools import check"),
+        (imports_go_one_way, "r3/extras.py", "from r3.tools import check"),
         (
             imports_go_one_way,
             "r3/engine/memory.py",
@@ -310,13 +322,14 @@ def file_of(module: str) -> Path | None:
 def sources() -> dict[str, ast.Module]:
     """Our modules by name, as syntax trees.
 
-    `r3` itself is left out: it offers `r3.api.train` on request, and no module imports from it.
+    `r3` itself is left out: it offers `r3.api.train` on request, and no module imports from it. So
+    is `r3.extras`, whose functions import when they are called.
     """
     trees = {}
     for path in sorted(ROOT.glob("r3/**/*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name != "r3":
+        if name not in ("r3", "r3.extras"):
             trees[name] = tree_of(path)
     return trees
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from r3 import report, show, watch
-from r3.cli import check_loss
+from r3 import check_loss, report, show, watch
 from r3.metrics.console import Console
 from r3.rewards.scorer import RewardError
 from r3.run.failures import failure_text
