@@ -34,10 +34,10 @@ from r3.config import from_yaml
 from r3.layers.attention import causal_varlen
 from r3.metrics.glossary import is_wall_clock
 from r3.models.shape import ModelShape
-from r3.tools.planning.memory_plan import fit
-from r3.tools.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, Stash, has_gpu, open_shared, share
+from r3.tools.planning.memory_plan import fit
+from r3.tools.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
 
 Figures = dict[str, Any]
 NO_GPU = 3  # exit code
@@ -198,7 +198,7 @@ def layer() -> Figures:
     """One MoE layer of the size of Qwen3-30B-A3B on 8 ranks: fused experts, and grouped ones."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from r3.layers.fused_experts_cuda import _Experts, deferred
+    from r3.backends.cuda.fused_experts import _Experts, deferred
 
     where = device().torch
     rows, experts, hidden, width, topk = (

@@ -9,6 +9,8 @@ one when it is needed, and says when that is.
 | `tools.dry_run` | `--dry-run` |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
+| `backends.cpu` | ranks on CPU |
+| `backends.cuda` | ranks on CUDA |
 """
 
 from __future__ import annotations
@@ -17,7 +19,39 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+
+def experts(*, is_cuda: bool) -> type[Any]:
+    """The class of `model.experts fused` (Megatron's experts of a layer) for a device."""
+    if is_cuda:
+        from r3.backends.cuda.fused_experts import DeviceExperts
+
+        return DeviceExperts
+    from r3.backends.cpu.fused_experts import FusedExperts
+
+    return FusedExperts
+
+
+def triton_kernels() -> ModuleType:
+    """Kernels for tensors on CUDA, by the names of the operators in torch.ops.r3."""
+    from r3.backends.cuda import triton_kernels
+
+    return triton_kernels
+
+
+def make_engine_exact(modules: Sequence[Any]) -> None:
+    """Replace layers of an engine on CPU that do not round as the policy's do."""
+    from r3.backends.cpu.engine_layers import replace_layers
+
+    replace_layers(modules)
+
+
+def share_gloo_thread() -> None:
+    """Let all gloo process groups of a rank on CPU share one thread."""
+    from r3.backends.cpu import gloo
+
+    gloo.share_gloo_thread()
 
 
 def planner() -> ModuleType:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from r3.algo.advantage import StepRewards
+from r3.backends.cpu.fused_experts import FusedExperts
+from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.layers.fused_experts_cpu import FusedExperts
-from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.cpu_layers import replace_layers
+from r3 import extras
 from r3.engine.memory import neighbours_named
 from r3.engine.messages import show_as_lines
 from r3.models.families import FAMILIES, implied_keys
@@ -235,7 +235,7 @@ def build_llm(
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
         llm.collective_rpc(
-            lambda worker: replace_layers(list(worker.model_runner.get_model().modules()))
+            lambda worker: extras.make_engine_exact(list(worker.model_runner.get_model().modules()))
         )
     require_head_type(llm, config)
     return llm

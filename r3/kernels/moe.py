@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from r3 import extras
 from r3.kernels.switch import is_on
 
 _LIBRARY = torch.library.Library("r3", "DEF")
@@ -35,9 +36,7 @@ def operator(*, fake: _Function) -> Callable[[_Function], _Function]:
         def on_device(*arguments: Any) -> Any:
             if not is_on("triton"):
                 return plain(*arguments)
-            from r3.kernels import triton_kernels
-
-            return getattr(triton_kernels, name)(
+            return getattr(extras.triton_kernels(), name)(
                 *(one.contiguous() if torch.is_tensor(one) else one for one in arguments)
             )
 

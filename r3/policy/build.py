@@ -25,12 +25,11 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 
+from r3 import extras
 from r3.config import Config, TrainConfig
 from r3.layers.attention import CausalAttention
 from r3.layers.decoder import decoder_spec
 from r3.layers.dispatch import TokenDispatcher
-from r3.layers.fused_experts_cpu import FusedExperts
-from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.grouped_experts import GroupedExperts
 from r3.layers.matmul import use_product
 from r3.layers.norms import AllHeadsNorm
@@ -83,7 +82,7 @@ def _build_chunk(
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
     kind = experts_kind(config, shape)
     experts: dict[str, type[MegatronModule] | None] = {
-        "fused": DeviceExperts if device.is_cuda else FusedExperts,
+        "fused": extras.experts(is_cuda=device.is_cuda),
         "grouped": GroupedExperts,
         "sequential": None,
     }

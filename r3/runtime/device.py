@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from r3 import extras
 from r3.runtime import host_memory, terminal
-from r3.runtime.gloo import share_gloo_thread
 from r3.runtime.limits import host_gib, openmp_threads
 from r3.runtime.process import boot_id
 
@@ -252,7 +252,7 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
         torch.set_num_threads(openmp_threads(os.environ["OMP_NUM_THREADS"]))
         keep_freed_memory()
     if not dist.is_initialized():
-        share_gloo_thread()
+        extras.share_gloo_thread()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s)
         )

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
+from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weight_sync import WeightStream
 from r3.kernels import moe
 from r3.layers.dispatch import Transfer
-from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring

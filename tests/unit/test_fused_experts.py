@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.layers import fused_experts_cpu, fused_experts_cuda
+from r3.backends.cpu import fused_experts as fused_experts_cpu
+from r3.backends.cuda import fused_experts as fused_experts_cuda
 from r3.layers.dispatch import (
     chosen_experts,
     first_set,

@@ -5,7 +5,7 @@ order, go through torch's grouped products, and each token adds up its own rows 
 no atomic sum, and forward and recomputation give the same bits. Backward runs the same way in the
 other direction. Gradients of weights come last, while those of tokens travel.
 
-On CPU tensors it runs with plain torch, for tests; CPU runs use `r3.layers.fused_experts_cpu`.
+On CPU tensors it runs with plain torch, for tests; CPU runs use `r3.backends.cpu.fused_experts`.
 """
 
 from __future__ import annotations

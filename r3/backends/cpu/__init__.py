@@ -1,0 +1,1 @@
+"""CPU: layers of the engine, experts and exchanges of the policy."""

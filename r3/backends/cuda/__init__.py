@@ -1,0 +1,1 @@
+"""CUDA: Triton kernels, experts, page-locked memory."""
