@@ -140,7 +140,7 @@ def test_neighbours_of_equal_length_attend_in_one_call_with_the_same_bits(
 
 # GLM-4.5's config.json needs keys that transformers adds.
 @pytest.mark.parametrize("name", [each for each in FAMILIES if not each.startswith("glm-4.5")])
-def test_checkpoints_keep_their_layout_where_all_layers_have_the_same_tensors(name: str) -> None:
+def test_checkpoints_keep_their_layout_where_layers_are_alike(name: str) -> None:
     """Megatron keeps layers apart if told so, or if a list names the MoE layers."""
     shape = ModelShape.from_hf(family(name))
     settings = megatron_settings(tiny_config(), shape)
