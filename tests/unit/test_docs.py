@@ -39,6 +39,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Every page that a user reads, by its name."""
     names = ("README.md", "CONTRIBUTING.md", "launch/README.md", "requirements/README.md")
     files = [*(ROOT / name for name in names), *ROOT.glob("benchmarks/*.md")]
+    files += ROOT.glob("r3/*/README.md")
     for file in sorted([*files, *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]):
         yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
 
@@ -190,6 +191,15 @@ def test_generated_pages_have_every_setting_with_its_help() -> None:
 def test_readme_is_a_front_door() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= README_WORDS, f"{len(words)} words: move reference material to docs/"
+
+
+def test_every_package_has_a_short_readme() -> None:
+    """Its purpose, its door, what it must not do, what to read first: at most ten lines."""
+    for package in sorted(path.parent for path in ROOT.glob("r3/*/__init__.py")):
+        readme = package / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        parts = ("- Door: ", "- Must not: ", "- Read first: ")
+        assert len(text.splitlines()) <= 10 and all(part in text for part in parts), readme
 
 
 def test_every_page_is_in_the_index() -> None:
