@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from inspect import getsource
 from pathlib import Path
 from textwrap import fill
 
@@ -29,7 +28,7 @@ from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
 COMING = "coming-from-trl-and-verl.md"
-LIMITS, ADDING, MODELS = "limits.md", "adding-a-model-family.md", "models.md"
+LIMITS, MODELS = "limits.md", "models.md"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
 CONFIGURATION = """\
@@ -214,7 +213,6 @@ def pages() -> dict[str, str]:
         "chat-templates.md": chat_templates(),
         COMING: coming((DOCS / COMING).read_text(encoding="utf-8")),
         LIMITS: filled(LIMITS, "models", model_families()),
-        ADDING: filled(ADDING, "lines", lines_of_families()),
         MODELS: filled(MODELS, "matrix", matrix(), source="tests/published.py"),
     }
 
@@ -303,21 +301,14 @@ def chat_templates() -> str:
 
 
 def model_families() -> str:
-    """Return the table of model families, and what is tested for each."""
-    rows = [
-        (f"`{name}`", family.models, ", ".join(family.proved)) for name, family in FAMILIES.items()
-    ]
-    proofs = [f"- **{name}**: {text}" for name, text in PROOFS.items()]
-    return "\n".join([table(("architecture", "models", "tested"), rows), "", *proofs])
-
-
-def lines_of_families() -> str:
-    """Return how many lines the function of each family has."""
-    rows = [
-        (f"`{name}`", str(len(getsource(family.fields).splitlines())))
-        for name, family in FAMILIES.items()
-    ]
-    return table(("architecture", "lines of its function"), rows)
+    """Return the table of model families, and what is tested for which."""
+    rows = [(f"`{name}`", family.models) for name, family in FAMILIES.items()]
+    proofs = []
+    for proof, text in PROOFS.items():
+        names = [f"`{name}`" for name, family in FAMILIES.items() if proof in family.proved]
+        which = "all" if len(names) == len(FAMILIES) else ", ".join(names)
+        proofs.append(fill(f"- **{proof}** ({which}): {text}", width=100, subsequent_indent="  "))
+    return "\n".join([table(("architecture", "models"), rows), "", "Tested:", "", *proofs])
 
 
 def matrix() -> str:
