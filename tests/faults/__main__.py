@@ -111,18 +111,15 @@ def _row(fault: Fault, outcome: Outcome) -> str:
 
 _INTRODUCTION = """# Fault tests
 
-You want to know what a fault costs before it happens. Each row of this table was made in a real run
-of `tiny-smoke` on two CPU ranks, with a checkpoint after each step. The texts are what the run
-printed. This page is written by
+You want to know what a fault costs before it happens. Each row was made in a real run of
+`tiny-smoke` on two CPU ranks, with a checkpoint after each step. **(=)**: the weights and metrics
+of the finished run, times aside, equal those of an undisturbed run on one machine.
+[Checkpoints and resume](checkpoints-and-resume.md) explains the settings. To make the faults again
+(`--list` names the rows, `--rows` makes some):
 
 ```bash
 .venv/bin/python -m tests.faults
 ```
-
-A kill while a checkpoint is written in the background (`checkpoint.background`) costs the steps
-since the one before it. The command fails if a run does not do what its row says. `--list` names
-the rows; `--rows` runs some and replaces them here.
-[Checkpoints and resume](checkpoints-and-resume.md) explains the settings.
 
 """
 
@@ -153,8 +150,8 @@ def _write_section(text: str) -> None:
     before = old.partition(_SOAK)[0].rstrip()
     about = (
         "Each run gets one fault of a random kind at a random time, and is started again until it "
-        "is\nfinished: by the launcher, or by hand. Its weights must equal those of an undisturbed "
-        "run bit for\nbit, and its rows must be equal, times and memory aside."
+        "is\nfinished. Its weights must equal those of an undisturbed run bit for bit, and its rows "
+        "must be\nequal, times and memory aside."
     )
     _PAGE.write_text(f"{before}\n\n{_SOAK}\n\n{about}\n\n{text}\n", encoding="utf-8")
 

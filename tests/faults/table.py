@@ -70,8 +70,9 @@ class Fault:
     make: Callable[[Place], Outcome]
 
 
-_BY_HAND = "the same command resumes; weights and rows equal the undisturbed run's"
-_BY_ITSELF = "the launcher starts the ranks again; weights and rows equal the undisturbed run's"
+# "(=)": the introduction of the page says what it means.
+_BY_HAND = "the same command resumes (=)"
+_BY_ITSELF = "the launcher starts the ranks again (=)"
 
 
 def _line(text: str, *parts: str) -> str:
@@ -83,7 +84,7 @@ def _line(text: str, *parts: str) -> str:
 
 
 def _steps(count: int) -> str:
-    return {0: "nothing", 1: "1 step, made again"}.get(count, f"{count} steps, made again")
+    return {0: "nothing", 1: "1 step"}.get(count, f"{count} steps")
 
 
 def _lost(attempt: Attempt, reached: int) -> str:
@@ -218,8 +219,7 @@ def _users_changes(place: Place) -> Outcome:
     for what in ("the working folder", "the locale"):
         _line(attempt.text, f"changed {what}")
     _line(attempt.text, "done")
-    goes_on = "the run goes on; weights and rows equal the undisturbed run's"
-    return Outcome(f"{seen}; others alike", "nothing", goes_on)
+    return Outcome(f"{seen}; others alike", "nothing", "the run goes on (=)")
 
 
 def _hung_up(place: Place) -> Outcome:
@@ -380,7 +380,8 @@ def _weights_explode(place: Place) -> Outcome:
         raise Unexpected(f"weights of 1e30 were accepted:\n{attempt.text[-3000:]}")
     if newest_checkpoint(place.folder) or (place.folder / "hf").exists():
         raise Unexpected("a broken policy was saved")
-    seen = _line(attempt.text, "Error on rank")
+    text = _line(attempt.text, "Error on rank")
+    seen = f"{text.partition('; ')[0]} ... Nothing was saved{text.partition('Nothing was saved')[2]}"
     return Outcome(seen, "nothing: no broken policy is saved", "with a lower train.lr")
 
 
@@ -455,8 +456,7 @@ def _slurm_signal(place: Place) -> Outcome:
             raise Unexpected(f"{facts}\n{text[-3000:]}")
     require_equal(place.folder, place.straight)
     seen = _line(text, "requeueing job")
-    goes_on = "Slurm starts the job again; weights and rows equal those of one machine"
-    return Outcome(seen, "nothing", goes_on)
+    return Outcome(seen, "nothing", "Slurm starts the job again (=)")
 
 
 def _link_lost(place: Place) -> Outcome:
@@ -480,8 +480,7 @@ def _link_lost(place: Place) -> Outcome:
             raise Unexpected(f"{codes}\n{again[0].text[-3000:]}")
     require_equal(place.folder, one)
     seen = _line("\n".join(attempt.text for attempt in attempts), "no rank made progress")
-    goes_on = "the same command resumes; weights and rows equal those of one machine"
-    return Outcome(seen, _steps(reached - saved), goes_on)
+    return Outcome(seen, _steps(reached - saved), _BY_HAND)
 
 
 TABLE = (
