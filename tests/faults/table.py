@@ -381,7 +381,8 @@ def _weights_explode(place: Place) -> Outcome:
     if newest_checkpoint(place.folder) or (place.folder / "hf").exists():
         raise Unexpected("a broken policy was saved")
     text = _line(attempt.text, "Error on rank")
-    seen = f"{text.partition('; ')[0]} ... Nothing was saved{text.partition('Nothing was saved')[2]}"
+    after = text.partition("Nothing was saved")
+    seen = f"{text.partition('; ')[0]} ... {after[1]}{after[2]}"
     return Outcome(seen, "nothing: no broken policy is saved", "with a lower train.lr")
 
 
