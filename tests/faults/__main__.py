@@ -150,8 +150,8 @@ def _write_section(text: str) -> None:
     before = old.partition(_SOAK)[0].rstrip()
     about = (
         "Each run gets one fault of a random kind at a random time, and is started again until it "
-        "is\nfinished. Its weights must equal those of an undisturbed run bit for bit, and its rows "
-        "must be\nequal, times and memory aside."
+        "is\nfinished. Its weights must equal those of an undisturbed run bit for bit, and its "
+        "rows must be\nequal, times and memory aside."
     )
     _PAGE.write_text(f"{before}\n\n{_SOAK}\n\n{about}\n\n{text}\n", encoding="utf-8")
 
