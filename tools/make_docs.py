@@ -153,16 +153,13 @@ and raises an error if the template changes or drops part of it:
 .venv/bin/python train.py tiny --check
 ```
 
-The model gets what its own chat template renders, as in transformers and vLLM. A template is a
-program that may drop what it does not know: a role, a tool call, reasoning of an earlier turn, a
-system prompt. R3 therefore renders each conversation a second time with a marker in place of every
-part. Every part must appear once and unchanged; else R3 names the row, the message and the cause.
-White space at both ends of a text may be stripped, except in a message that is trained on.
+A template may drop what it does not know: a role, a tool call, reasoning of an earlier turn. The
+error names the row, the message and the cause.
 
 ## Message formats
 
-Rows, environments, workflows and clients of the endpoint may write messages in any of these
-formats. R3 converts them to the one that the template reads.
+Rows, environments, workflows and clients of the endpoint may write messages in these formats. R3
+converts them to the one that the template reads.
 
 | given | what R3 does |
 |---|---|
@@ -171,20 +168,18 @@ formats. R3 converts them to the one that the template reads.
 | `arguments` as JSON text or an object | an object; text where the template joins text (DeepSeek) |
 | `reasoning`, `reasoning_content` or `thinking` | the name that the template reads |
 | role `developer` | `system` where the template does not name it |
-| another role that the template does not name, such as `human` or `User` | refused in rows |
+| another role that the template does not name | refused in rows |
 | `weight: 0`, `train: false` or `loss: false` | the message is context, without loss |
 | any other key | refused in rows unless the template reads it |
-| keys with null, as tables have them | left out, in messages and in schemas of tools |
+| keys with null, as tables have them | left out |
 | messages or tools as JSON text | decoded |
-
-In environments, workflows and at the endpoint, a template may shorten what the model wrote in
-earlier turns, such as its reasoning. In a workflow this is another prompt and begins a new
-sequence ([Workflows](workflows.md)).
 
 ## Tested templates
 
-Tried with rebuilds of these templates (`tests/templates`), which have the structure and the control
-tokens of the originals. "several turns" are environments; see [Environments](environments.md).
+The tests try rebuilds of these templates (`tests/templates`) with one turn, several turns, tools,
+tool calls in a prompt, and SFT on several messages, on reasoning and on calls. What the table does
+not name works. Several turns are [environments](environments.md#tokens-masks-and-routes), where
+Hermes is refused if there are tools. In [workflows](workflows.md) earlier turns may change.
 """
 
 AREAS = {
@@ -279,25 +274,24 @@ def metrics() -> str:
 
 
 def chat_templates() -> str:
-    """Return the table of known chat templates, and why something is refused."""
+    """Return what known chat templates do not allow, and the words of the errors."""
     causes = list(
         dict.fromkeys(cause for each in TEMPLATES.values() for cause in each.refused.values())
     )
     rows = [
         (
             template.title,
-            *(
-                f"refused ({causes.index(template.refused[column]) + 1})"
-                if column in template.refused
-                else "yes"
-                for column in COLUMNS
+            "; ".join(
+                f"{', '.join(COLUMNS[use] for use in COLUMNS if template.refused.get(use) == cause)}"
+                f" ({causes.index(cause) + 1})"
+                for cause in dict.fromkeys(template.refused.values())
             ),
         )
         for template in TEMPLATES.values()
     ]
     reasons = [f"{number}. \u2026 {cell(cause)} \u2026" for number, cause in enumerate(causes, 1)]
-    parts = [GENERATED, CHAT_TEMPLATES, table(("model", *COLUMNS.values()), rows)]
-    return "\n".join([*parts, "\nWhat the refusals say:\n", *reasons, ""])
+    parts = [GENERATED, CHAT_TEMPLATES, table(("model", "refused"), rows)]
+    return "\n".join([*parts, "\nThe errors say:\n", *reasons, ""])
 
 
 def model_families() -> str:

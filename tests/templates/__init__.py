@@ -18,9 +18,9 @@ COLUMNS = {
     "turns": "several turns",
     "schemas": "tools",
     "tools": "calls in a prompt",
-    "sft": "SFT, several messages",
-    "reasoning": "SFT, reasoning",
-    "calls": "SFT, calls",
+    "sft": "SFT on several messages",
+    "reasoning": "SFT on reasoning",
+    "calls": "SFT on calls",
 }
 """What is tried, and its heading."""
 
