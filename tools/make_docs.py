@@ -282,8 +282,8 @@ def chat_templates() -> str:
         (
             template.title,
             "; ".join(
-                f"{', '.join(COLUMNS[use] for use in COLUMNS if template.refused.get(use) == cause)}"
-                f" ({causes.index(cause) + 1})"
+                ", ".join(COLUMNS[use] for use, each in template.refused.items() if each == cause)
+                + f" ({causes.index(cause) + 1})"
                 for cause in dict.fromkeys(template.refused.values())
             ),
         )
