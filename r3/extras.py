@@ -9,6 +9,7 @@ one when it is needed, and says when that is.
 | `tools.dry_run` | `--dry-run` |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
+| `judges` | `reward.function` http, self_judge, model, math |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
 """
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from r3.config import RewardConfig
 
 
 def experts(*, is_cuda: bool) -> type[Any]:
@@ -52,6 +55,29 @@ def share_gloo_thread() -> None:
     from r3.backends.cpu import gloo
 
     gloo.share_gloo_thread()
+
+
+def judge(name: str, spec: str, settings: RewardConfig, **more: Any) -> Any:
+    """The component of `reward.function` http, self_judge, model or math (r3.judges.components)."""
+    from r3.judges.components import component
+
+    return component(name, spec, settings, **more)
+
+
+def reward_model(settings: RewardConfig) -> Any:
+    """The model that `reward.function model` asks."""
+    from r3.judges.model import RewardModel
+
+    return RewardModel(settings)
+
+
+def questions(judge: Any, max_model_len: int) -> Any:
+    """The questions of self_judge among the turns of a round; None without such a judge."""
+    if judge is None:
+        return None
+    from r3.judges.questions import Judging
+
+    return Judging(judge, max_model_len)
 
 
 def planner() -> ModuleType:

@@ -18,7 +18,6 @@ from r3.runtime.terminal import say
 if TYPE_CHECKING:
     from r3.engine import Engine
     from r3.policy import Policy
-    from r3.rewards.model import RewardModel
 
 
 class State(Enum):
@@ -57,7 +56,7 @@ class Residency:
         policy: Policy,
         device: Device,
         *,
-        reward_model: RewardModel | None = None,
+        reward_model: Any = None,
     ) -> None:
         """A run without an engine stays in TRAIN."""
         assert (engine is None or engine.is_asleep) and policy.is_onloaded, (

@@ -85,7 +85,7 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "reward/no_verdict_frac": Entry(
         "share of the responses put to self_judge that have no score (reward.no_verdict)",
-        "r3/rewards/self_judge.py",
+        "r3/judges/self_judge.py",
     ),
     "reward/math_unread": Entry(
         "share of the responses scored by math that sympy could not read or compare in 5 s, which "
@@ -98,7 +98,7 @@ GLOSSARY: dict[str, Entry] = {
         "r3/rewards/__init__.py",
     ),
     "reward/question_tokens_mean": Entry(
-        "mean tokens of the prompts of self_judge", "r3/rewards/self_judge.py"
+        "mean tokens of the prompts of self_judge", "r3/judges/self_judge.py"
     ),
     "reward/NAME": Entry("mean of what your reward function reports, over rollouts", _COLLECT),
     "time/judge_mean_s": Entry("mean seconds from the end of a rollout to its reward", _COLLECT),

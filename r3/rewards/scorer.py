@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
+from r3 import extras
 from r3.config import RewardConfig
-from r3.config.names import ENVIRONMENT, names_of
+from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
@@ -37,11 +38,10 @@ from r3.rewards import (
     taker_of,
 )
 from r3.rewards.own import Own
-from r3.rewards.self_judge import SelfJudge
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.calls import CallError, Failure
-from r3.user_code.loading import assign, problem
+from r3.user_code.loading import assign
 from r3.user_code.workers import Here, Place, Pool, Processes, Threads
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
@@ -186,10 +186,10 @@ class Scorer:
         return all(isinstance(choice.pool.place, Here) for _, choice in self._choices)
 
     @property
-    def judge(self) -> SelfJudge | None:
+    def judge(self) -> Any:
         """The judge whose questions the round's engine has to answer, if a component is one."""
         places = (choice.pool.place for _, choice in self._choices)
-        return next((place for place in places if isinstance(place, SelfJudge)), None)
+        return next((place for place in places if hasattr(place, "take_questions")), None)
 
     @property
     def uses_environment(self) -> bool:
@@ -396,7 +396,7 @@ def make_scorer(
     Args:
         functions: used instead of `reward.function`, all with weight 1.
         others: names and paths of other scorers' functions, for which `reward.args` may be too.
-        model: the `r3.rewards.model.RewardModel`, if a function is "model".
+        model: the `r3.judges.model.RewardModel`, if a function is "model".
         renderer: the policy's chat template, if a function is "self_judge".
 
     Raises:
@@ -465,33 +465,8 @@ def _component(
         return replace(given, takes="environment", lacks="the environment gives it")
     if spec in REWARDS:
         return _here(name, REWARDS[spec])
-    if spec == "self_judge":
-        assert renderer is not None, "a policy that judges itself needs its chat template"
-        judge = SelfJudge(settings, renderer)
-        pool = Pool(judge, timeout_s=float("inf"))
-        lacks = "the engine is asked, which only a run has"
-        return Component(name=name, function=judge.tokens, pool=pool, judges=True, lacks=lacks)
-    if spec == "http":
-        from r3.rewards.http import ChatJudge
-
-        pool = new_pool(Threads(), backoff_s=settings.backoff_s, limit=settings.max_connections)
-        return Component(name=name, function=ChatJudge(settings).score, pool=pool, judges=True)
-    if spec == "model":
-        assert model is not None, "the reward model is loaded before its scorers"
-        pool = new_pool(model.batches())
-        lacks = "a reward model is loaded on a device only"
-        return Component(name=name, function=model.score, pool=pool, judges=True, lacks=lacks)
-    if spec == "math":
-        from r3.rewards import verify
-
-        try:
-            import math_verify  # noqa: F401
-        except ImportError as error:
-            fix = "pip install 'math-verify==0.9.0' (the extra math of pyproject.toml)"
-            rule = f"math-verify cannot be imported: {error}"
-            raise problem("reward.function", spec, rule, fix) from None
-        workers = Processes(max(1, settings.workers), preload=[f"{verify.__file__}:equal"])
-        return Component(name=name, function=verify.equal, pool=new_pool(workers))
+    if spec in JUDGES:
+        return extras.judge(name, spec, settings, model=model, renderer=renderer)
     function = resolve(spec, arguments)
     parameters = inspect.signature(function).parameters
     of_group = next(iter(parameters), "") == "responses"

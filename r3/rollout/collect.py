@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from r3 import extras
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
 from r3.metrics.users import means
@@ -19,7 +20,6 @@ from r3.rollout.conversation import (
     SuspendedConversation,
 )
 from r3.rollout.round import Round
-from r3.rollout.self_judging import Judging
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
 
@@ -103,13 +103,14 @@ class Collector:
                     samples_per_prompt=self.samples_per_prompt,
                     resumed=resumed,
                 )
-            judging = Judging(self.scorer.judge, engine.max_model_len)
+            judging = extras.questions(self.scorer.judge, engine.max_model_len)
+            with_questions = judging.with_questions if judging else lambda *turns: turns
             num_sampled = 0
             remaining: int = engine.share(leader.size if leader else None)
             # A call of an episode that is over stays in flight until the engine has finished it.
             while remaining or sampler.busy:
                 turns, finished = engine.share(
-                    judging.with_questions(*leader.advance(sampler.busy)) if leader else None
+                    with_questions(*leader.advance(sampler.busy)) if leader else None
                 )
                 for turn in turns:
                     sampler.add(turn)
@@ -118,7 +119,7 @@ class Collector:
                 remaining -= finished
                 if sampler.busy:
                     for sampled in sampler.step():
-                        if leader and not judging.takes(sampled):
+                        if leader and not (judging and judging.takes(sampled)):
                             num_sampled += len(sampled.tokens_T)
                             leader.receive_sample(sampled)
             result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])

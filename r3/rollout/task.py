@@ -18,7 +18,6 @@ from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.tokenizer import load_tokenizer
 from r3.models.shape import ModelShape
-from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.heldout import HeldOut
@@ -50,7 +49,7 @@ class Task:
     tokenizer: Any
     shape: ModelShape
     max_model_len: int
-    reward_model: RewardModel | None = None
+    reward_model: Any = None
 
     def close(self) -> None:
         """End what environments and reward functions started."""
@@ -167,7 +166,9 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     _refuse(_unread(tokenizer, template_kwargs))
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
-    reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None
+    reward_model = (
+        extras.reward_model(config.reward) if "model" in config.reward_functions else None
+    )
     parts: dict[str, Any] = {"model": reward_model, "renderer": conversation_setup.renderer}
     parts["others"] = config.named_rewards
     scorer = make_scorer(config.reward, **parts)

@@ -10,10 +10,10 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.data.template import Renderer
-from r3.rewards.judge import parsed
-from r3.rewards.model import Batches, RewardModel
+from r3.judges.judge import parsed
+from r3.judges.model import Batches, RewardModel
+from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
-from r3.rewards.self_judge import SelfJudge
 from r3.rollout.collect import rollout_metrics
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.single_turn import sample_single_turn

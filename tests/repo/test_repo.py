@@ -50,10 +50,10 @@ PACKAGES = (
         "handover",
         "run",
     ),
-    *("backends", "tools"),  # extras: what a run can do without
+    *("backends", "judges", "tools"),  # extras: what a run can do without
     *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
 )
-EXTRAS = {"backends", "tools"}
+EXTRAS = {"backends", "judges", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
@@ -74,7 +74,7 @@ HEAVY = {"torch", "vllm", "megatron", "transformers"}
 DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
-    *("r3/cli/base_config.py", "r3/rewards/", "r3/envs/"),
+    *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/"),
     *("r3/user_code/algorithm.py", "r3/user_code/loading.py"),
     *("r3/user_code/calls.py", "r3/user_code/workers.py"),
 )

@@ -245,7 +245,7 @@ def asked(*answers: str) -> Prompt:
 @pytest.mark.parametrize(("reference", "response", "value"), [*MATH, *WRITTEN])
 def test_math_as_a_person_would_grade(reference: str, response: str, value: float) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    from r3.rewards.verify import equal
+    from r3.judges.verifier import equal
 
     assert equal(response, asked(reference)).value == value
 
@@ -255,7 +255,7 @@ def test_math_is_stricter_than_its_library(reference: str, answer: str) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     from math_verify import parse, verify
 
-    from r3.rewards.verify import equal
+    from r3.judges.verifier import equal
 
     assert equal(rf"\boxed{{{answer}}}", asked(reference)).value == 0
     assert verify(parse(f"${reference}$"), parse(rf"\boxed{{{answer}}}"))
@@ -263,7 +263,7 @@ def test_math_is_stricter_than_its_library(reference: str, answer: str) -> None:
 
 def test_a_reference_whose_numbers_differ_is_refused() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    from r3.rewards.verify import equal
+    from r3.judges.verifier import equal
 
     with pytest.raises(CallError, match="has no expression: '8 = 7'"):
         equal(r"\boxed{7}", asked("8 = 7"))
@@ -271,7 +271,7 @@ def test_a_reference_whose_numbers_differ_is_refused() -> None:
 
 def test_math_takes_any_of_several_answers() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    from r3.rewards.verify import equal
+    from r3.judges.verifier import equal
 
     answers = asked("2", r"\frac{1}{2}")
     assert [equal(rf"\boxed{{{each}}}", answers).value for each in ("2", "0.5", "1")] == [

@@ -28,10 +28,10 @@ from r3.data.prompts import DataError
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
 from r3.envs.find import find
+from r3.judges.http import ChatJudge
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
 from r3.rewards import resolve
-from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
 from r3.types import Prompt
 from r3.user_code.calls import CallError

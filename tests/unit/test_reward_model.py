@@ -20,8 +20,8 @@ from transformers import AutoModelForSequenceClassification
 
 from r3 import assets
 from r3.config import ConfigError, RewardConfig
+from r3.judges.model import Batches, RewardModel
 from r3.models.shape import ModelShape
-from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout

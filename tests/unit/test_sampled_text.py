@@ -19,8 +19,9 @@ from r3.engine import Sampling, message_parser
 from r3.envs.calculator import Calculator
 from r3.envs.find import ENVIRONMENTS
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
-from r3.rewards import _FINAL_ANSWER, Score, exact, gsm8k, verify
-from r3.rewards.judge import parsed
+from r3.judges import verifier as verify
+from r3.judges.judge import parsed
+from r3.rewards import _FINAL_ANSWER, Score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from r3.user_code.time_limit import time_limit

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from r3.config import HIDDEN, RewardConfig
 from r3.config.arguments import keyword_arguments
-from r3.rewards.judge import SHOWN, filled, parsed, template_of
+from r3.judges.judge import SHOWN, filled, parsed, template_of
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from r3.user_code.loading import problem

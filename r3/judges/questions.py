@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from r3.engine import Sampled, Sampling, Turn
-from r3.rewards.self_judge import SelfJudge
+from r3.judges.self_judge import SelfJudge
 
 
 class Judging:
@@ -12,8 +12,8 @@ class Judging:
     Its turns have negative keys, so that they meet no key of a conversation.
     """
 
-    def __init__(self, judge: SelfJudge | None, max_model_len: int) -> None:
-        """Take the judge of the round's scorer; None if it has none.
+    def __init__(self, judge: SelfJudge, max_model_len: int) -> None:
+        """Take the judge of the round's scorer.
 
         Args:
             max_model_len: maximum tokens of a question and its reply.
@@ -25,8 +25,7 @@ class Judging:
 
         A question that leaves no room for a reply gets no score.
         """
-        if (judge := self._judge) is None:
-            return turns, finished
+        judge = self._judge
         sampling = Sampling(temperature=0.0, stop_tokens=judge.renderer.ends)
         for question in judge.take_questions():
             tokens_T = question.tokens_T
@@ -48,7 +47,7 @@ class Judging:
 
     def takes(self, sampled: Sampled) -> bool:
         """Take a reply; return False for a turn of a conversation."""
-        if self._judge is None or sampled.key >= 0:
+        if sampled.key >= 0:
             return False
         text = self._judge.renderer.message_text(sampled.tokens_T)
         self._judge.answer(-1 - sampled.key, text, complete=sampled.finish_reason == "stop")

@@ -1,7 +1,7 @@
 """`self_judge`: the policy scores its own responses, with the engine and the weights that sampled.
 
 The scorer's calls become questions. The round in progress samples a reply to each among its own
-turns, greedily (`r3/rollout/self_judging.py`). Tokens sampled for a judgement are never trained on.
+turns, greedily (`r3/judges/questions.py`). Tokens sampled for a judgement are never trained on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from r3.config import RewardConfig
 from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
+from r3.judges.judge import filled, parsed, template_of
 from r3.rewards import Score
-from r3.rewards.judge import filled, parsed, template_of
 from r3.types import Prompt
 from r3.user_code.calls import CallError, Failure
 from r3.user_code.workers import Place

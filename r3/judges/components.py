@@ -1,0 +1,56 @@
+"""Judges as components of a reward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from r3.config import RewardConfig
+from r3.data.template import Renderer
+from r3.rewards.scorer import Component
+from r3.user_code.loading import problem
+from r3.user_code.workers import Pool, Processes, Threads
+
+
+def component(
+    name: str, spec: str, settings: RewardConfig, *, model: Any, renderer: Renderer | None
+) -> Component:
+    """Return the component of `reward.function` self_judge, http, model or math.
+
+    Args:
+        name: in metrics and dumps.
+        spec: which of them.
+        settings: of the reward.
+        model: the reward model, which is loaded before.
+        renderer: the policy's chat template, for self_judge.
+    """
+    new_pool = partial(Pool, timeout_s=settings.timeout_s, retries=settings.retries)
+    if spec == "self_judge":
+        from r3.judges.self_judge import SelfJudge
+
+        assert renderer is not None, "a policy that judges itself needs its chat template"
+        judge = SelfJudge(settings, renderer)
+        pool = Pool(judge, timeout_s=float("inf"))
+        lacks = "the engine is asked, which only a run has"
+        return Component(name=name, function=judge.tokens, pool=pool, judges=True, lacks=lacks)
+    if spec == "http":
+        from r3.judges.http import ChatJudge
+
+        pool = new_pool(Threads(), backoff_s=settings.backoff_s, limit=settings.max_connections)
+        return Component(name=name, function=ChatJudge(settings).score, pool=pool, judges=True)
+    if spec == "model":
+        assert model is not None, "the reward model is loaded before its scorers"
+        pool = new_pool(model.batches())
+        lacks = "a reward model is loaded on a device only"
+        return Component(name=name, function=model.score, pool=pool, judges=True, lacks=lacks)
+    assert spec == "math", spec
+    from r3.judges import verifier
+
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        fix = "pip install 'math-verify==0.9.0' (the extra math of pyproject.toml)"
+        rule = f"math-verify cannot be imported: {error}"
+        raise problem("reward.function", spec, rule, fix) from None
+    workers = Processes(max(1, settings.workers), preload=[f"{verifier.__file__}:equal"])
+    return Component(name=name, function=verifier.equal, pool=new_pool(workers))
