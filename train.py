@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
+    from r3 import extras
     from r3.handover.rollouts import PackingSpec, distribute
     from r3.policy.updates import train_on
     from r3.rollout.scored import rescored, score_all
     from r3.rollout.step import RolloutSource
-    from r3.rollout.supervised import rows_of_step
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
     from r3.run.samples import record_samples
@@ -71,7 +71,7 @@ def train(run: Run) -> None:
                 scored = score_all(collected.rollouts, rewards, config)
             run.release_engine()
         else:
-            scored, metrics = rows_of_step(task, config, run.mesh.world, step)
+            scored, metrics = extras.rows_of_step(task, config, run.mesh.world, step)
             meter.add(metrics)
 
         # 4 pack: rollouts go to the ranks that train on them, balanced by tokens

@@ -27,6 +27,8 @@ from r3.config import Config, ConfigError, ParallelConfig, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
 from r3.data.tokenizer import load_tokenizer
+from r3.lora.adapters import attach, factors
+from r3.lora.peft import adapter_config, adapter_notes, joined_in, write_adapter
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
@@ -37,10 +39,8 @@ from r3.models.hf_checkpoint import (
 )
 from r3.models.hub import is_hub
 from r3.models.lora import adapted_tensors
-from r3.models.peft import adapter_config, adapter_notes, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision
-from r3.policy.lora import attach, factors
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load, slots, split
 from r3.run import checkpoint

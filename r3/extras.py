@@ -9,6 +9,8 @@ one when it is needed, and says when that is.
 | `tools.dry_run` | `--dry-run` |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
+| `lora` | `lora.rank` |
+| `objectives` | `train.objective` sft, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from r3.config import RewardConfig
+    from r3.config import Config, RewardConfig
 
 
 def experts(*, is_cuda: bool) -> type[Any]:
@@ -55,6 +57,34 @@ def share_gloo_thread() -> None:
     from r3.backends.cpu import gloo
 
     gloo.share_gloo_thread()
+
+
+def adapters() -> ModuleType:
+    """Adapters in the policy (`lora.rank`): r3.lora.adapters."""
+    from r3.lora import adapters
+
+    return adapters
+
+
+def teachers(config: Config, device: Any, mesh: Any) -> Any:
+    """The frozen checkpoints of `algo.teacher`."""
+    from r3.objectives.teacher import Teachers
+
+    return Teachers(config, device, mesh)
+
+
+def span_finder(renderer: Any) -> Any:
+    """Finds the messages that supervised rows teach (`train.objective sft`)."""
+    from r3.objectives.spans import SpanFinder
+
+    return SpanFinder(renderer)
+
+
+def rows_of_step(*given: Any) -> Any:
+    """The rows that a step of `train.objective sft` learns (r3.objectives.rows)."""
+    from r3.objectives.rows import rows_of_step
+
+    return rows_of_step(*given)
 
 
 def judge(name: str, spec: str, settings: RewardConfig, **more: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from r3 import extras
 from r3.data.jinja import EndlessTemplate, TemplateFault
 from r3.data.rendering import NotRendered
 from r3.data.rows import Columns, Row, RowProblem
 from r3.data.sources import read_rows
-from r3.data.supervised import SpanFinder
 from r3.data.template import Renderer
 from r3.types import Prompt
 
@@ -105,10 +105,10 @@ def load_prompts(
         fix = "use a model folder with chat_template.jinja"
         raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
     renderer = Renderer(tokenizer, template_kwargs, control_tokens=allow_control_tokens)
-    finder: SpanFinder | None = None
+    finder: Any = None
     if columns.supervised:
         try:
-            finder = SpanFinder(renderer)
+            finder = extras.span_finder(renderer)
         except TemplateFault as error:
             rule = f"its chat template hides where an assistant message begins or ends: {error}"
             fix = "use another chat template"
@@ -259,7 +259,7 @@ def _prompts(
     renderer: Renderer,
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
-    finder: SpanFinder | None,
+    finder: Any,
 ) -> Iterator[Prompt | RowProblem]:
     """Render and tokenise rows."""
     ids: dict[int, int] = {}  # one object per id: a list of the tokenizer has one per token

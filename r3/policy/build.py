@@ -38,7 +38,6 @@ from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
 from r3.policy.exchange import exchange_without_copies
 from r3.policy.logprobs import Head, ScoringGPT
-from r3.policy.lora import attach
 from r3.policy.memory import chained
 from r3.policy.transformer_config import DTYPES
 from r3.runtime.device import Device
@@ -231,7 +230,7 @@ def wrap(
     if config.lora.rank:
         for chunk in chunks:
             frozen += [parameter.data.view(-1) for parameter in chunk.parameters()]
-            attach(config, chunk, shape, mesh)
+            extras.adapters().attach(config, chunk, shape, mesh)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
     )

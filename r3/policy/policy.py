@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from r3 import extras
 from r3.config import Config
 from r3.layers.dispatch import size_plan
 from r3.layers.layout import LocalTokens
@@ -18,11 +19,9 @@ from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, experts_kind, learning_rate, let_go, wrap
-from r3.policy.lora import adapters_of
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
-from r3.policy.teacher import Teachers
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import Slot, load, slots
 from r3.routing.replay import (
@@ -64,7 +63,7 @@ class Policy(ScoringPolicy):
         """
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
         # First: a teacher leaves the device before the policy fills it.
-        self.teachers = Teachers(config, device, mesh) if config.algo.teacher else None
+        self.teachers = extras.teachers(config, device, mesh) if config.algo.teacher else None
         self.megatron = transformer_config(config, shape)
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         planned = experts_kind(config, shape) == "fused" and not config.replay.plausibility
@@ -88,7 +87,7 @@ class Policy(ScoringPolicy):
             reader.require(shape)
             load(self.slots, reader.read, shape)
         self.optimizer.reload_model_params()  # updates the float32 main parameters
-        self._adapters = list(adapters_of(chunks))
+        self._adapters = list(extras.adapters().adapters_of(chunks)) if config.lora.rank else []
         for adapters in self._adapters:
             adapters.start()
         # Parameters that the optimizer must not change. Those of a unit share one parameter.

@@ -146,7 +146,7 @@ def _no_rule(name: str, shape: ModelShape) -> str:
 
 def _tensors(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, then the buffers that belong to the checkpoint (expert biases)."""
-    # Adapters (r3/policy/lora.py) are parameters that the checkpoint does not have.
+    # Adapters (r3/lora/adapters.py) are parameters that the checkpoint does not have.
     yield from (each for each in chunk.named_parameters() if not each[0].startswith("lora."))
     yield from (each for each in chunk.named_buffers() if each[0].endswith(".router.expert_bias"))
 

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3 import extras
 from r3.policy import Policy
-from r3.policy.lora import adapters_of
 from r3.policy.memory import chained
 from r3.run.optimizer_state import gathered_state
 from r3.run.resume import Found
@@ -198,7 +198,7 @@ def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> 
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(found.folder))
     for name, chunk in _named(chunks):
         chunk.load_state_dict(state[name], strict=False)
-    for adapters in adapters_of(chunks):
+    for adapters in extras.adapters().adapters_of(chunks):
         adapters.merge()
     return state
 

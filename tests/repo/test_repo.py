@@ -50,10 +50,10 @@ PACKAGES = (
         "handover",
         "run",
     ),
-    *("backends", "judges", "tools"),  # extras: what a run can do without
+    *("backends", "judges", "lora", "objectives", "tools"),  # extras: what a run can do without
     *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
 )
-EXTRAS = {"backends", "judges", "tools"}
+EXTRAS = {"backends", "judges", "lora", "objectives", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
@@ -61,6 +61,8 @@ MAY_IMPORT = {
     "megatron": (
         "r3/layers/",
         "r3/backends/",
+        "r3/lora/",
+        "r3/objectives/",
         "r3/policy/",
         "r3/routing/replay.py",
         "r3/runtime/mesh.py",

@@ -18,6 +18,15 @@ from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, ConfigError, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.lora.peft import (
+    adapter_config,
+    adapter_notes,
+    adapter_reader,
+    joined_in,
+    lost_in_peft,
+    write_adapter,
+)
+from r3.lora.quantised_weight import QuantisedWeight
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from r3.models.lora import (
     adapted_tensors,
@@ -27,16 +36,7 @@ from r3.models.lora import (
     quantised_tensors,
     scale_in,
 )
-from r3.models.peft import (
-    adapter_config,
-    adapter_notes,
-    adapter_reader,
-    joined_in,
-    lost_in_peft,
-    write_adapter,
-)
 from r3.models.shape import ModelShape
-from r3.policy.quantised_weight import QuantisedWeight
 from r3.tools.planning.memory_plan import fit, host_memory, memory
 from tests.families import (
     FAMILIES,

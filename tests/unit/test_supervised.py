@@ -17,7 +17,7 @@ from r3.config import with_values
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns
 from r3.models.shape import ModelShape
-from r3.rollout.supervised import as_rollout
+from r3.objectives.rows import as_rollout
 from r3.tools.planning.memory_plan import memory
 from tests.rows import OPTIONS, write
 from tests.tiny import tiny_config

@@ -1,0 +1,1 @@
+"""Objectives beside reinforcement learning: supervised rows, teachers."""
