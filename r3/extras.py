@@ -9,6 +9,7 @@ one when it is needed, and says when that is.
 | `tools.dry_run` | `--dry-run` |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
+| `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
 | `objectives` | `train.objective` sft, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math |
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
-    from r3.config import Config, RewardConfig
+    from r3.config import Config, EnvConfig, RewardConfig
 
 
 def experts(*, is_cuda: bool) -> type[Any]:
@@ -57,6 +59,34 @@ def share_gloo_thread() -> None:
     from r3.backends.cpu import gloo
 
     gloo.share_gloo_thread()
+
+
+def workflows(settings: EnvConfig, found: type[Any]) -> Any:
+    """The workflows of `env.path` or `env.command`, in the place of environments."""
+    from r3.agents.workflows import Workflows
+
+    return Workflows(settings, found)
+
+
+def workflow_episode() -> type[Any]:
+    """The class of a workflow's episode."""
+    from r3.agents.episode import WorkflowEpisode
+
+    return WorkflowEpisode
+
+
+def command() -> type[Any]:
+    """The workflow that runs `env.command`."""
+    from r3.agents.command import Command
+
+    return Command
+
+
+def serve(model: Any) -> AbstractAsyncContextManager[Any]:
+    """The endpoint of an episode (r3.agents.endpoint)."""
+    from r3.agents import endpoint
+
+    return endpoint.serve(model)
 
 
 def adapters() -> ModuleType:

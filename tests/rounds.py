@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from r3.agents.workflows import Workflows
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn, message_parser
-from r3.envs.workflow import Workflows
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected_rollouts import CollectedRollouts

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
+from r3 import extras
 from r3.config import ConfigError, EnvConfig
 from r3.config.arguments import Taker
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
-from r3.envs.command import Command
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
-from r3.envs.workflow import Workflow
 from r3.user_code.loading import assign, load_for, problem
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
@@ -31,16 +30,16 @@ def is_workflow(found: type) -> bool:
     return hasattr(found, "run") and not any(hasattr(found, method) for method in _METHODS)
 
 
-def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
+def find(settings: EnvConfig) -> type[Any]:
     """Return the class that `env.path`, or else `env.name`, names; load the user's file.
 
-    `Command` runs the command of `env.command`.
+    With `env.command`, the class runs that command.
 
     Raises:
         ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
     if settings.command:
-        return Command
+        return extras.command()
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
@@ -78,4 +77,4 @@ def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
             raise refuse(rule, f"write `{definition}`") from None
         if workflow and not inspect.iscoroutinefunction(function):
             raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
-    return cast("type[Environment] | type[Workflow]", found)
+    return cast("type[Any]", found)

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
+from r3 import extras
 from r3.config import EnvConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling, message_parser
@@ -15,7 +16,6 @@ from r3.envs.chat import Chat
 from r3.envs.find import find, is_workflow
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
-from r3.envs.workflow import Workflow, Workflows
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.loading import problem
 
@@ -44,7 +44,7 @@ class ConversationSetup:
         parser: reads tool calls and reasoning in messages of the model.
     """
 
-    environments: Environments | Workflows
+    environments: Any
     tokenizer: Any
     renderer: Renderer
     chat: Chat | None = None
@@ -73,10 +73,10 @@ class ConversationSetup:
             fix = "use a chat template that writes it if add_generation_prompt is set"
             raise problem("model.path", model_path, rule, fix)
         parser = message_parser(settings, tokenizer, template_kwargs)
-        environments: Environments | Workflows
+        environments: Any
         chat = None
         if is_workflow(found):
-            environments = Workflows(settings, cast("type[Workflow]", found))
+            environments = extras.workflows(settings, found)
         else:
             environments = Environments(settings)
             if not environments.one_turn:

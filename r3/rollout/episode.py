@@ -2,7 +2,7 @@
 
 An environment answers the model's messages, so its conversation is one sequence
 (`r3.rollout.environment`). A workflow calls the model itself and may begin several
-(`r3.rollout.workflow`). Everything else is here and in `r3.rollout.round`, once for both.
+(`r3.agents.episode`). Everything else is here and in `r3.rollout.round`, once for both.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from r3 import extras
 from r3.engine import Sampled, Turn
-from r3.envs.workflow import Workflows
+from r3.envs.runner import Environments
 from r3.metrics.reduce import Mean, Sum
 from r3.metrics.users import REFUSED
 from r3.rewards.scorer import RewardResult, Scorer
@@ -18,7 +19,6 @@ from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode
-from r3.rollout.workflow import WorkflowEpisode
 from r3.runtime.terminal import say
 from r3.types import Prompt
 
@@ -104,7 +104,7 @@ class Round:
             RewardError: a reward function failed and `reward.on_error` is "stop".
         """
         environments, scorer, calls = self._environments, self._scorer, self._calls
-        if isinstance(environments, Workflows) and (where := environments.blocked()):
+        if not isinstance(environments, Environments) and (where := environments.blocked()):
             raise EnvironmentFailed(
                 f"a workflow blocked the event loop for {environments.settings.timeout_s:g} s "
                 f"(env.timeout_s), so that no episode could go on:\n{where}"
@@ -182,8 +182,8 @@ class Round:
     def _add(
         self, prompt: Prompt, group: int, sample_index: int, seed_origin: tuple[int, int]
     ) -> Episode:
-        is_workflow = isinstance(self._environments, Workflows)
-        episode: Episode = (WorkflowEpisode if is_workflow else EnvironmentEpisode)(
+        is_workflow = not isinstance(self._environments, Environments)
+        episode: Episode = (extras.workflow_episode() if is_workflow else EnvironmentEpisode)(
             rules=self._rules,
             submit=self._calls.put,
             key=len(self.episodes),
@@ -307,7 +307,7 @@ class Round:
         if slots := sum(total for _, total in differing):  # routes that were requested twice
             different = float(sum(bad for bad, _ in differing))
             metrics["routing/overlap_differs"] = Mean(total=different, count=float(slots))
-        if isinstance(self._environments, Workflows):
+        if not isinstance(self._environments, Environments):
             calls = sum(each.num_calls for each in over)
             begun = sum(bool(each.calls) for each in sequences)
             metrics |= {

@@ -11,7 +11,6 @@ import numpy as np
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import Parsed
-from r3.envs.workflow import Workflows
 from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.episode import message_of
@@ -91,7 +90,7 @@ def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
 
 
 def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") -> Iterator[str]:
-    if isinstance(setup.environments, Workflows):
+    if not isinstance(setup.environments, Environments):
         yield f"    {who}workflow: loaded, and not run, because it calls the model"
         return
     environments = setup.environments

@@ -50,10 +50,17 @@ PACKAGES = (
         "handover",
         "run",
     ),
-    *("backends", "judges", "lora", "objectives", "tools"),  # extras: what a run can do without
+    *(
+        "agents",
+        "backends",
+        "judges",
+        "lora",
+        "objectives",
+        "tools",
+    ),  # extras: what a run can do without
     *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
 )
-EXTRAS = {"backends", "judges", "lora", "objectives", "tools"}
+EXTRAS = {"agents", "backends", "judges", "lora", "objectives", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
@@ -76,7 +83,7 @@ HEAVY = {"torch", "vllm", "megatron", "transformers"}
 DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
-    *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/"),
+    *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/", "r3/agents/"),
     *("r3/user_code/algorithm.py", "r3/user_code/loading.py"),
     *("r3/user_code/calls.py", "r3/user_code/workers.py"),
 )

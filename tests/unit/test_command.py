@@ -15,9 +15,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets, checks
+from r3.agents.command import Command
+from r3.agents.workflows import Workflows
 from r3.config import EnvConfig
-from r3.envs.command import Command
-from r3.envs.workflow import Workflows
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import EnvironmentFailed
 from r3.types import Prompt

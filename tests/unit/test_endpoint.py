@@ -15,10 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
+from r3.agents.endpoint import serve
+from r3.agents.workflows import Workflows
 from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
-from r3.envs.endpoint import serve
-from r3.envs.workflow import Model, Workflows
+from r3.envs.workflow import Model
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
 from r3.types import Prompt, Rollout
@@ -437,7 +438,7 @@ def test_trained_calls_are_sampled_as_the_run_says(
         await chat(client, temperature=0.0, top_p=0.5)
         await chat(client, temperature=0.0)
 
-    monkeypatch.setattr("r3.envs.endpoint._WARNED", set())
+    monkeypatch.setattr("r3.agents.endpoint._WARNED", set())
     for rank, lines in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         played = play(agent)

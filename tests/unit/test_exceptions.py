@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from r3.agents.openai_api import ApiError
 from r3.config import ConfigError, Problem
 from r3.data.conversation import MessageFault
 from r3.data.files import SourceError
 from r3.data.prompts import DataError
 from r3.data.rendering import NotRendered
 from r3.data.rows import RowProblem
-from r3.envs.openai_api import ApiError
 from r3.envs.workflow import ModelLimit
 from r3.models.hub import HubError
 from r3.run.stop_signals import StoppedEarly

@@ -12,10 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from r3 import assets
+from r3.agents.workflows import Workflows
 from r3.config import ConfigError, EnvConfig, RewardConfig
 from r3.engine import Turn
 from r3.envs.find import is_workflow
-from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collect import is_cut, limit_notes
 from r3.rollout.collected_rollouts import CollectedRollouts

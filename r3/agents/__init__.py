@@ -1,0 +1,1 @@
+"""Agents that call the model: workflows, the endpoint, commands."""
