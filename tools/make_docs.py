@@ -295,14 +295,14 @@ def chat_templates() -> str:
 
 
 def model_families() -> str:
-    """Return the table of model families, and what is tested for which."""
-    rows = [(f"`{name}`", family.models) for name, family in FAMILIES.items()]
+    """Return the list of model families, and what is tested for which."""
+    rows = [f"- `{name}`: {family.models}" for name, family in FAMILIES.items()]
     proofs = []
     for proof, text in PROOFS.items():
         names = [f"`{name}`" for name, family in FAMILIES.items() if proof in family.proved]
         which = "all" if len(names) == len(FAMILIES) else ", ".join(names)
         proofs.append(fill(f"- **{proof}** ({which}): {text}", width=100, subsequent_indent="  "))
-    return "\n".join([table(("architecture", "models"), rows), "", "Tested:", "", *proofs])
+    return "\n".join([*rows, "", "Tested:", "", *proofs])
 
 
 def matrix() -> str:
