@@ -30,8 +30,8 @@ def with_contents(app: Any, docname: str, source: list[str]) -> None:
     if docname != "index":
         return
     trees = []
-    for section in source[0].split("\n## ")[1:]:
-        caption = section.splitlines()[0]
+    for number, section in enumerate(source[0].split("\n## ")):
+        caption = section.splitlines()[0] if number else "Start"  # links before the first heading
         pages = "\n".join(LINK.findall(section))
         trees.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```")
     source[0] += "\n\n" + "\n\n".join(trees) + "\n"

@@ -7,11 +7,12 @@ one when it is needed, and says when that is.
 |---|---|
 | `tools.planning` | `--dry-run`, `--plan-for`, `--device-gib`; a start compares plan and device |
 | `tools.dry_run` | `--dry-run` |
+| `tools.help` | `--help`, `--models`, no words at all |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
 | `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
-| `objectives` | `train.objective` sft, `algo.teacher` |
+| `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
@@ -152,6 +153,20 @@ def dry_run() -> ModuleType:
     from r3.tools import dry_run
 
     return dry_run
+
+
+def help_texts() -> ModuleType:
+    """What `--help` and `--models` print."""
+    from r3.tools import help
+
+    return help
+
+
+def check_teacher(*given: Any) -> None:
+    """Check `algo.teacher` (r3.objectives.check)."""
+    from r3.objectives.check import check_teacher
+
+    check_teacher(*given)
 
 
 def check() -> ModuleType:

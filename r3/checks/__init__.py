@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from r3 import extras
 from r3.checks.algorithm import check_algorithm
 from r3.checks.batch import check_batch, check_lengths
 from r3.checks.data import ReadsRows, check_data, overlap
@@ -25,7 +26,6 @@ from r3.checks.layout import check_layout
 from r3.checks.model import check_freeze, check_lora, check_model
 from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
-from r3.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import read_rows
 from r3.kernels.switch import switch_notes, switch_problems
@@ -79,7 +79,8 @@ def examine(
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
-    check_teacher(config, found, shape, world_size)
+    if config.algo.teacher or config.train.objective == "distill":
+        extras.check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
     of_adapter = check_lora(config, found, shape)
     check_environment(config, found)

@@ -27,7 +27,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from r3 import extras
 from r3.checks import Report, examine
 from r3.checks.objective import in_effect
-from r3.cli import help as helps
 from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
 from r3.config import (
     HIDDEN,
@@ -130,18 +129,18 @@ def parse(argv: Sequence[str]) -> Invocation:
     words = _split(argv, problems)
     has_base = bool(words.bases) or "from" in words.own
     if "columns" in words.topics:
-        _leave(0, helps.columns())
+        _leave(0, extras.help_texts().columns())
     if not argv or (words.help and not has_base and not words.topics):
-        _leave(0 if words.help else 2, helps.overview())
+        _leave(0 if words.help else 2, extras.help_texts().overview())
     if words.models:
-        _leave(0, helps.models())
+        _leave(0, extras.help_texts().models())
     base = _base(words, problems) if has_base or not words.topics else None
     if words.help and problems:
-        fix = f"a preset or file, then sections: {', '.join(helps.TOPICS)}"
+        fix = f"a preset or file, then sections: {', '.join(extras.help_texts().TOPICS)}"
         _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
     if words.help:
         name, config = (base.name, base.config) if base else ("", Config())
-        helps.print_settings(name, config, words.topics, prints=is_leader())
+        extras.help_texts().print_settings(name, config, words.topics, prints=is_leader())
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
@@ -375,7 +374,9 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
         setting = SETTINGS.get(name)
         if name in _SWITCHES:
             setattr(words, name, True)
-            words.topics += [word for word in values if name == "help" and word in helps.TOPICS]
+            words.topics += [
+                word for word in values if name == "help" and word in extras.help_texts().TOPICS
+            ]
             words.bases += [word for word in values if word not in words.topics]
         elif setting and setting.is_list and values:
             words.flags[name] = tuple(values) if len(values) > 1 else values[0]

@@ -25,7 +25,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from r3.cli.help import columns as columns_help
 from r3.metrics.console import (
     COLUMNS,
     Console,
@@ -60,6 +59,7 @@ from r3.metrics.reduce import (
 from r3.metrics.tensorboard import tensorboard_layout
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
+from r3.tools.help import columns as columns_help
 from r3.tools.view.samples import sample_of
 from r3.tools.view.terminal import conversation
 from tests.tiny import tiny_config
