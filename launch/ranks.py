@@ -156,14 +156,24 @@ def program_of(argv: list[str]) -> list[str]:
     return argv[next(i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py")) :]
 
 
+def number_of_ranks(argv: list[str]) -> str:
+    """The value of torchrun's --nproc_per_node, in any of its spellings; "" without one."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") == "__nproc_per_node":
+            return value if equals else following
+    return ""
+
+
 def checked(argv: list[str]) -> int | None:
     """Check the command line in another process.
 
     Returns:
         The exit code if there is nothing to launch; None: start the ranks.
     """
-    ranks = argv[argv.index("--nproc_per_node") + 1]
-    words = [sys.executable, *program_of(argv), "--check", "--world-size", ranks]
+    words = [sys.executable, *program_of(argv), "--check"]
+    if (ranks := number_of_ranks(argv)).isdecimal():  # torchrun takes `gpu` and `auto`, too
+        words += ["--world-size", ranks]
     code = subprocess.run(words).returncode
     if code in (0, _FINISHED):
         return None if code == 0 else 0

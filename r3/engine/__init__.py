@@ -1,6 +1,6 @@
 """One vLLM engine inside every rank: weights in, sampled tokens and their routes out.
 
-This is the only package that imports vllm, and it does so only when an engine is built.
+This is the only package of the core that imports vllm, and it does so only when an engine is built.
 """
 
 from r3.engine.build import EngineConfigError

@@ -199,11 +199,14 @@ def test_ranks_with_gpus_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None
         preload()
 
 
-def test_a_mistake_ends_the_launcher_before_there_are_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [["--nproc_per_node", "3"], ["--nproc-per-node=3"]])
+def test_a_mistake_ends_the_launcher_before_there_are_ranks(
+    ranks: list[str], tmp_path: Path
+) -> None:
     words = ("tiny", "--train.stepss", "3", "--log.dir", str(tmp_path / "run"))
-    ranks = ("--check", "--standalone", "--nproc_per_node", "2", "train.py")
+    flags = ("--check", "--standalone", *ranks, "train.py")
     done = subprocess.run(
-        [sys.executable, "launch/ranks.py", *ranks, *words],
+        [sys.executable, "launch/ranks.py", *flags, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -211,6 +214,7 @@ def test_a_mistake_ends_the_launcher_before_there_are_ranks(tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
     assert done.stderr.count("did you mean train.steps?") == 1
+    assert "must be a multiple of the 3 ranks" in done.stderr  # their number is read
     assert not (tmp_path / "run").exists()
 
 
