@@ -37,9 +37,9 @@ from r3.models.shape import ModelShape
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, Stash, has_gpu, open_shared, share
 from r3.tools.planning.memory_plan import fit
-from r3.tools.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
 
 Figures = dict[str, Any]
+PEAK_TFLOPS = {"a100": 312, "h100": 989, "h200": 989, "b200": 2250}  # dense bfloat16
 NO_GPU = 3  # exit code
 PACKAGES = ("torch", "vllm", "megatron-core", "transformers", "triton", "numpy")
 
@@ -488,8 +488,8 @@ def run(folder: Path) -> Figures:
         length = fmean(row["rollout/tokens"] for row in rows) / per_step
         # Forward, and a backward of twice its cost; what is recomputed does not count.
         per_token = 3 * forward_flops(shape, length)
-        named = [gpu for key, gpu in GPUS.items() if key in device().name().lower()]
-        peak = (named or [DEFAULT_GPU])[0].tflops
+        named = [peak for key, peak in PEAK_TFLOPS.items() if key in device().name().lower()]
+        peak = (named or [PEAK_TFLOPS["h100"]])[0]
         share = figures["tokens_per_s"] * per_token / peak / 1e12
         figures |= {"gflop_per_token": per_token / 1e9, "peak_tflops": peak, "peak_share": share}
     if traces:
@@ -498,6 +498,22 @@ def run(folder: Path) -> Figures:
             passes = 1 - figures["trace"]["optimizer_share"]
             figures["peak_share_without_optimizer"] = figures["peak_share"] / passes
     return figures
+
+
+def active_params(shape: ModelShape) -> float:
+    """Parameters that one token is multiplied with: all but the embedding and unchosen experts."""
+    unchosen = shape.num_expert_params * (1 - shape.topk / (shape.num_experts or 1))
+    embedding = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    return shape.num_params - unchosen - embedding
+
+
+def forward_flops(shape: ModelShape, tokens: float) -> float:
+    """Operations per token of a forward pass over a sequence of `tokens`.
+
+    2 per active parameter; 2 * tokens * query width per layer for causal attention.
+    """
+    attention = 2 * tokens * shape.num_heads * shape.head_dim * shape.num_layers
+    return 2 * active_params(shape) + attention
 
 
 def trace(file: Path) -> Figures:

@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
-    gpu = _planned("device_gib", "read_gpu", words, problems)
+    device_gib = _planned("device_gib", "read_device", words, problems)
     host_gib = _planned("host_gib", "read_host", words, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
@@ -173,8 +173,10 @@ def parse(argv: Sequence[str]) -> Invocation:
     doubts: list[str] = []
     unfit: list[Problem] = []
     if report.shape and not problems:
-        if gpu:
-            unfit, doubts = extras.planner().memory_problems(config, report.shape, world_size, gpu)
+        if device_gib:
+            unfit, doubts = extras.planner().memory_problems(
+                config, report.shape, world_size, device_gib
+            )
         if host_gib:
             found = extras.planner().host_problems(config, report.shape, world_size, host_gib)
             unfit, doubts = unfit + found[0], doubts + found[1]
@@ -190,7 +192,7 @@ def parse(argv: Sequence[str]) -> Invocation:
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
         dry_run = extras.dry_run()
-        text = [title, dry_run.describe(config, report.shape, world_size, gpu, differences)]
+        text = [title, dry_run.describe(config, report.shape, world_size, device_gib, differences)]
         text += [f"warning: {warning}" for warning in warnings]
         text += [note] * bool(note)
         if needs:
@@ -494,7 +496,7 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
     """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
     word = words.own["plan_for"]
     try:
-        world_size, gpu = extras.planner().read_plan_for(word)
+        world_size, device_gib = extras.planner().read_plan_for(word)
     except ValueError as error:
         problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
         _leave(2, str(ConfigError(problems)))
@@ -506,7 +508,7 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
     if len(problems) > len(_needs(base, problems)) or report.shape is None:
         _leave(2, str(ConfigError(problems)))
     config = replace(resolved, parallel=config.parallel)
-    fits, text = extras.planner().plan_for(config, report.shape, world_size, gpu)
+    fits, text = extras.planner().plan_for(config, report.shape, world_size, device_gib)
     _leave(0 if fits else 1, f"{base.name}: {text}")
 
 

@@ -83,7 +83,7 @@ def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
         config, shape, world_size, host_gib(), ranks=ranks, on_gpu=has_gpu()
     )
     if size := device_gib():
-        found, _ = planner.memory_problems(config, shape, world_size, planner.read_gpu(str(size)))
+        found, _ = planner.memory_problems(config, shape, world_size, size)
         problems = found + problems
     return problems
 

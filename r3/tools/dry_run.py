@@ -1,4 +1,4 @@
-"""The output of `--dry-run`: fit, model, ranks, batch, memory, seconds per phase, config."""
+"""The output of `--dry-run`: fit, model, ranks, batch, memory, config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.sharding import sync_plans
+from r3.tools.planning.layout_search import RANKS_PER_MACHINE
 from r3.tools.planning.memory_plan import (
     GIB,
     PHASES,
-    fit,
     host_memory,
     kv_cache_demand,
     memory,
@@ -20,8 +20,7 @@ from r3.tools.planning.memory_plan import (
     sequence_bytes,
     stage_pieces,
 )
-from r3.tools.planning.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
-from r3.tools.planning.verdict import assumptions, describe_seconds, verdict
+from r3.tools.planning.verdict import verdict
 
 _SHOWN_RANKS = 16
 
@@ -30,24 +29,23 @@ def describe(
     config: Config,
     shape: ModelShape,
     world_size: int,
-    gpu: Gpu | None = None,
+    device_gib: float | None = None,
     differences: Sequence[str] = (),
 ) -> str:
     """The whole plan as text, for `--dry-run`.
 
     Args:
-        gpu: the device to plan for; with one, the plan has a verdict and seconds.
+        device_gib: memory of the device to plan for; with it, the plan has a verdict.
         differences: lines about how the settings differ from their base.
     """
     sections = {
-        "verdict": verdict(config, shape, world_size, gpu) if gpu else "",
+        "verdict": verdict(config, shape, world_size, device_gib) if device_gib else "",
         "settings": "\n".join(differences),
         "model": _model(shape),
         f"ranks ({world_size})": _layout(config, shape, world_size),
         "batch": _batch(config, shape, world_size),
-        "memory per rank, GiB (estimate)": _memory(config, shape, world_size, gpu),
+        "memory per rank, GiB (estimate)": _memory(config, shape, world_size, device_gib),
         "weight sync, GiB read per rank": _sync(config, shape, world_size),
-        "seconds per step (estimate)": _times(config, shape, world_size, gpu) if gpu else "",
         "config": to_yaml(config).rstrip(),
     }
     return "\n\n".join(section(title, text) for title, text in sections.items() if text)
@@ -56,15 +54,6 @@ def describe(
 def section(title: str, text: str) -> str:
     """A part of the output: lines below their title."""
     return f"{title}\n{textwrap.indent(text, '  ')}"
-
-
-def _times(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
-    if not fit(config, shape, world_size, gpu.gib).fits:
-        return ""
-    seconds = step_seconds(config, shape, world_size, gpu)
-    return (
-        f"{describe_seconds(seconds)}; sum {sum(seconds.values()):.1f}\n{assumptions(config, gpu)}"
-    )
 
 
 def _model(shape: ModelShape) -> str:
@@ -162,8 +151,8 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _memory(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None) -> str:
-    phases = memory(config, shape, world_size, gpu.gib if gpu else None)
+def _memory(config: Config, shape: ModelShape, world_size: int, device_gib: float | None) -> str:
+    phases = memory(config, shape, world_size, device_gib)
     parts = list(dict.fromkeys(part for phase in PHASES for part in phases[phase]))
     rows: list[Sequence[str]] = [("", *PHASES)]
     rows += [(part, *(_gib(phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]

@@ -6,8 +6,7 @@ settings that change neither data nor algorithm are varied.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,17 +17,11 @@ from r3.checks.layout import check_layout
 from r3.config import Config, Problem, flatten, with_values
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import GIB, PHASES, Fit, fit, memory
-from r3.tools.planning.step_time import (
-    RANKS_PER_MACHINE,
-    Gpu,
-    generate_seconds,
-    offload_seconds,
-    step_seconds,
-    train_seconds,
-)
 
 _POLICY_PHASES = ("TRAIN", "OPTIMIZER", "SAVE")
 _ENGINE_PHASES = ("SYNC", "GENERATE")
+RANKS_PER_MACHINE = 8
+_RECOMPUTE = ("none", "selective", "moe", "full")
 _LONG = 8192  # tokens of a sequence above which context parallelism is tried
 
 Values = dict[str, Any]
@@ -41,22 +34,15 @@ class Proposal:
     Attributes:
         changes: full name -> value, where it differs from the config the search began with.
         fit: memory.
-        seconds: phase -> seconds of a step, estimated.
     """
 
     changes: Values
     fit: Fit
-    seconds: Mapping[str, float]
 
     @property
     def flags(self) -> str:
         """The changes as flags of the command line."""
         return " ".join(f"--{name} {value}" for name, value in self.changes.items())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, estimated."""
-        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,52 +70,71 @@ class _Target:
     config: Config
     shape: ModelShape
     world_size: int
-    gpu: Gpu
+    device_gib: float
     few_changes: bool
 
     def changes(self, values: Values) -> dict[str, Any]:
         given = flatten(self.config)
         return {name: value for name, value in values.items() if value != given[name]}
 
-    def rank(self, values: Values, seconds: float) -> tuple[float, float]:
-        """Smaller is better. Estimates within a hundredth of each other are equal."""
+    def rank(self, values: Values) -> tuple[Any, ...]:
+        """Smaller is better: less is recomputed, streamed and split, then sizes are smaller."""
+        all_values = flatten(self.config) | values
         count = len(self.changes(values))
-        return (count, seconds) if self.few_changes else (round(100 * math.log(seconds)), count)
+        sizes = [all_values[f"parallel.{name}"] for name in ("tp", "cp", "pp", "engine_tp", "ep")]
+        return (
+            count if self.few_changes else 0,
+            _RECOMPUTE.index(all_values["model.recompute"]),
+            all_values["train.optimizer"] == "streamed",
+            -all_values["train.micro_batch_tokens"],
+            *sizes,
+            count,
+            -all_values["engine.memory_fraction"],
+        )
+
+    def is_short(self, values: Values, found: Fit) -> bool:
+        """Whether the cache holds less than a quarter of what an engine could decode at a time."""
+        rollout, size = self.config.rollout, values["parallel.engine_tp"]
+        conversations = rollout.prompts_per_step * rollout.group_size * size / self.world_size
+        most = min(conversations, self.config.engine.max_num_seqs)
+        return found.cached_sequences < most / 4
 
     def fit(self, values: Values) -> Fit:
         config = with_values(self.config, values)
-        return fit(config, self.shape, self.world_size, self.gpu.gib)
+        return fit(config, self.shape, self.world_size, self.device_gib)
 
 
 def search(
     config: Config,
     shape: ModelShape,
     world_size: int,
-    gpu: Gpu,
+    device_gib: float,
     *,
     few_changes: bool = False,
 ) -> Search:
-    """Find settings under which the config fits, the fastest first.
+    """Find settings under which the config fits.
+
+    Those come first that recompute, stream and split the least, and then the smallest sizes.
 
     Args:
         config: the settings to start from.
         shape: the model's.
         world_size: number of ranks.
-        gpu: the device of a rank.
-        few_changes: put settings with the fewest changes first, then the fastest.
+        device_gib: memory of a rank's device.
+        few_changes: put settings with the fewest changes first.
     """
-    target = _Target(config, shape, world_size, gpu, few_changes)
+    target = _Target(config, shape, world_size, device_gib, few_changes)
     lacking = dict.fromkeys(PHASES, float("inf"))
-    found: list[tuple[tuple[float, float], Proposal]] = []
+    found: list[tuple[tuple[Any, ...], Proposal]] = []
     refused: list[Problem] = []
     tried = 0
     for layout in layouts(config, shape, world_size):
         tried += 1
         # The passes do not depend on the engine, nor the engine on the passes.
         passes = [layout | values for values in _pass_settings(config, shape, layout)]
-        own = _best(target, passes, _POLICY_PHASES, lacking, _policy_seconds)
+        own = _best(target, passes, _POLICY_PHASES, lacking)
         engines = [layout | values for values in _engine_settings(target, layout)]
-        engine = _best(target, engines, _ENGINE_PHASES, lacking, generate_seconds)
+        engine = _best(target, engines, _ENGINE_PHASES, lacking)
         if own is None or engine is None:
             continue
         values = {**own, **engine}
@@ -140,9 +145,7 @@ def search(
         if problems := refusals(candidate, shape, world_size):
             refused = min(refused or problems, problems, key=len)
             continue
-        seconds = step_seconds(candidate, shape, world_size, gpu)
-        proposal = Proposal(changes=target.changes(values), fit=fits, seconds=seconds)
-        found.append((target.rank(values, proposal.step_s), proposal))
+        found.append((target.rank(values), Proposal(changes=target.changes(values), fit=fits)))
     found.sort(key=lambda item: item[0])
     return Search(
         proposals=tuple(proposal for _, proposal in found),
@@ -157,7 +160,6 @@ def _best(
     options: Sequence[Values],
     phases: Sequence[str],
     lacking: dict[str, float],
-    seconds: Callable[[Config, ModelShape, int, Gpu], float],
 ) -> Values | None:
     """The best of the options that fit in these phases; notes in `lacking` what is missing."""
     ranked = []
@@ -168,15 +170,9 @@ def _best(
             lacking[phase] = min(lacking[phase], missing)
         holds_a_sequence = phases != _ENGINE_PHASES or found.cached_sequences >= 1
         if holds_a_sequence and not found.lacking_gib.keys() & set(phases):
-            candidate = with_values(target.config, values)
-            needed = seconds(candidate, target.shape, target.world_size, target.gpu)
-            ranked.append((target.rank(values, needed), values))
+            is_short = phases == _ENGINE_PHASES and target.is_short(values, found)
+            ranked.append(((is_short, *target.rank(values)), values))
     return min(ranked, key=lambda item: item[0])[1] if ranked else None
-
-
-def _policy_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> float:
-    own = offload_seconds(config, shape, world_size, gpu)
-    return train_seconds(config, shape, world_size, gpu) + own
 
 
 def layouts(config: Config, shape: ModelShape, world_size: int) -> Iterator[dict[str, Any]]:
@@ -210,9 +206,7 @@ def _pass_settings(config: Config, shape: ModelShape, layout: Values) -> Iterato
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         while sizes[-1] // 2 >= longest and sizes[-1] // 2 % multiple == 0:
             sizes.append(sizes[-1] // 2)
-    kinds = (
-        ("none", "selective", "moe", "full") if shape.moe_layers else ("none", "selective", "full")
-    )
+    kinds = [kind for kind in _RECOMPUTE if shape.moe_layers or kind != "moe"]
     for recompute, size, optimizer in product(kinds, sizes, ("resident", "streamed")):
         yield {
             "model.recompute": recompute,
@@ -232,11 +226,11 @@ def _engine_settings(target: _Target, layout: Values) -> Iterator[Values]:
             yield values
             continue
         candidate = with_values(config, {**layout, **values})
-        parts = memory(candidate, shape, world_size, target.gpu.gib)["GENERATE"]
+        parts = memory(candidate, shape, world_size, target.device_gib)["GENERATE"]
         names = ("engine weights", "engine buffers", "KV cache")
         others = sum(size for name, size in parts.items() if name not in names) / GIB
         largest = target.fit({**layout, **values}).usable_gib - others
-        share = int(largest / target.gpu.gib * 20) / 20
+        share = int(largest / target.device_gib * 20) / 20
         for fraction in {min(share, 0.9), config.engine.memory_fraction}:
             if 0 < fraction < 1:
                 yield values | {"engine.memory_fraction": fraction}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from r3.config import Config, Problem, with_values
 from r3.models.shape import ModelShape
-from r3.tools.planning.layout_search import Proposal, Search, search
+from r3.tools.planning.layout_search import RANKS_PER_MACHINE, Proposal, Search, search
 from r3.tools.planning.memory_plan import (
     CERTAIN,
     GIB,
@@ -19,21 +18,29 @@ from r3.tools.planning.memory_plan import (
     fit,
     host_memory,
 )
-from r3.tools.planning.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, RANKS_PER_MACHINE, Gpu
+
+DEVICES: Mapping[str, float] = {
+    "a100-40": 40,
+    "a100-80": 80,
+    "h100": 80,
+    "h200": 141,
+    "b200": 180,
+}
+"""GiB of memory of devices that have a name."""
 
 _SHOWN_PROPOSALS = 3
 
 
-def verdict(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+def verdict(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> str:
     """Lines that say whether the plan fits, and settings that make it fit if it does not."""
-    found = fit(config, shape, world_size, gpu.gib)
+    found = fit(config, shape, world_size, device_gib)
     if found.fits:
         phase, needs = max(found.needs_gib.items(), key=lambda item: item[1])
         return f"fits: {phase} needs most, {needs:.1f} of {_usable(found)}\n{_cache(config, found)}"
     return "\n".join(
         [
             f"does not fit {_usable(found)}: {_lacking(found)}",
-            _remedy(config, shape, world_size, gpu),
+            _remedy(config, shape, world_size, device_gib),
         ]
     )
 
@@ -64,22 +71,24 @@ def _cache(config: Config, found: Fit) -> str:
     )
 
 
-def _remedy(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+def _remedy(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> str:
     """Tried settings that fit, those with the fewest changes; otherwise, how many devices do."""
-    found = search(config, shape, world_size, gpu, few_changes=True)
+    found = search(config, shape, world_size, device_gib, few_changes=True)
     if found.proposals:
         best = found.proposals[0]
-        return f"{best.flags} make it fit (tried; a step takes about {best.step_s:.0f} s then)"
-    return _nowhere(config, shape, world_size, gpu, found)
+        return f"{best.flags} make it fit (tried)"
+    return _nowhere(config, shape, world_size, device_gib, found)
 
 
-def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
+def _nowhere(
+    config: Config, shape: ModelShape, world_size: int, device_gib: float, found: Search
+) -> str:
     if found.refused and not found.lacking_gib:
-        return _refused(config, shape, world_size, gpu, found)
+        return _refused(config, shape, world_size, device_gib, found)
     lacks = ", ".join(f"{phase} {gib:.1f} GiB" for phase, gib in found.lacking_gib.items())
     text = (
-        f"none of {found.tried} layouts of {world_size} devices of {gpu.gib:g} GiB fits, with any "
-        "size of engine and micro-batch and any recomputation"
+        f"none of {found.tried} layouts of {world_size} devices of {device_gib:g} GiB fits, with "
+        "any size of engine and micro-batch and any recomputation"
     )
     if lacks:
         text += f"; the best layout lacks: {lacks}"
@@ -89,57 +98,60 @@ def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found
         flags = "--lora.rank 32" + " --lora.expert_rank 4" * bool(shape.moe_layers)
         text += f"\nadapters need less memory: ask again with {flags} (docs/lora.md)"
     for count in (2 * world_size, 4 * world_size, 8 * world_size):
-        if search(config, shape, count, gpu).proposals:
-            return f"{text}\n{count} such devices would fit: --plan-for {count}x{gpu.gib:g}"
+        if search(config, shape, count, device_gib).proposals:
+            return f"{text}\n{count} such devices would fit: --plan-for {count}x{device_gib:g}"
     return text
 
 
-def _refused(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
+def _refused(
+    config: Config, shape: ModelShape, world_size: int, device_gib: float, found: Search
+) -> str:
     """Memory suffices: the settings that do not fit so many devices, and a batch that does."""
-    lines = [f"memory is enough on {world_size} devices of {gpu.gib:g} GiB, but"]
+    lines = [f"memory is enough on {world_size} devices of {device_gib:g} GiB, but"]
     lines += [f"  - {problem}" for problem in found.refused]
     if [problem.field for problem in found.refused] == ["rollout.prompts_per_step"]:
         unit = math.lcm(world_size, config.train.updates_per_step)
         prompts = math.ceil(config.rollout.prompts_per_step / unit) * unit
         larger = with_values(config, {"rollout.prompts_per_step": prompts})
-        if proposals := search(larger, shape, world_size, gpu).proposals:
+        if proposals := search(larger, shape, world_size, device_gib).proposals:
             flags = f"--rollout.prompts_per_step {prompts} {proposals[0].flags}".strip()
-            lines.append(f"{flags} fit (tried; a step takes about {proposals[0].step_s:.0f} s)")
+            lines.append(f"{flags} fit (tried)")
     return "\n".join(lines)
 
 
-def plan_for(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> tuple[bool, str]:
+def plan_for(
+    config: Config, shape: ModelShape, world_size: int, device_gib: float
+) -> tuple[bool, str]:
     """The best settings for a number of devices, as flags to paste.
 
     Args:
         config: the settings to start from.
         shape: the model's.
         world_size: number of devices.
-        gpu: the devices.
+        device_gib: memory of each.
 
     Returns:
         Whether there are any, and the text to print.
     """
-    found = search(config, shape, world_size, gpu)
+    found = search(config, shape, world_size, device_gib)
     if not found.proposals:
-        return False, _nowhere(config, shape, world_size, gpu, found)
+        return False, _nowhere(config, shape, world_size, device_gib, found)
     head = (
         f"{len(found.proposals)} of {found.tried} layouts of {world_size} devices of "
-        f"{gpu.gib:g} GiB fit. The fastest by estimate:"
+        f"{device_gib:g} GiB fit. Those that recompute, stream and split the least:"
     )
     entries: dict[str, str] = {}  # layouts with the same figures are one choice: the first
     for proposal in found.proposals:
         entries.setdefault(_figures(proposal), proposal.flags or "(the settings as they are)")
     shown = list(entries.items())[:_SHOWN_PROPOSALS]
     texts = [f"{number}. {flags}\n{text}" for number, (text, flags) in enumerate(shown, 1)]
-    return True, "\n\n".join([head, *texts, assumptions(config, gpu)])
+    return True, "\n\n".join([head, *texts])
 
 
 def _figures(proposal: Proposal) -> str:
     needs = ", ".join(f"{phase} {gib:.1f}" for phase, gib in proposal.fit.needs_gib.items())
     return "\n".join(
         [
-            f"   step about {proposal.step_s:.0f} s: {describe_seconds(proposal.seconds)}",
             f"   GiB of {proposal.fit.usable_gib:.1f}: {needs}",
             f"   KV cache of an engine: {proposal.fit.cached_sequences:,.0f} sequences of maximum "
             "length",
@@ -147,25 +159,8 @@ def _figures(proposal: Proposal) -> str:
     )
 
 
-def describe_seconds(seconds: Mapping[str, float]) -> str:
-    """Phases with their seconds, in one line."""
-    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
-
-
-def assumptions(config: Config, gpu: Gpu) -> str:
-    """What estimated seconds rest on."""
-    rollout = config.rollout
-    batch = f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples"
-    return (
-        f"Times are estimates for steps of {batch} with responses of maximum length "
-        f"({rollout.max_response_tokens:,} tokens) on {gpu.name} ({gpu.tflops:g} "
-        f"TFLOP/s bfloat16, {gpu.memory_gbs:g} GB/s memory, {gpu.link_gbs:g} GB/s links, "
-        f"{gpu.network_gbs:g} GB/s network).\n{EFFICIENCY}"
-    )
-
-
 def memory_problems(
-    config: Config, shape: ModelShape, world_size: int, gpu: Gpu
+    config: Config, shape: ModelShape, world_size: int, device_gib: float
 ) -> tuple[list[Problem], list[str]]:
     """What cannot fit, and what probably does not.
 
@@ -176,29 +171,29 @@ def memory_problems(
         config: the settings.
         shape: the model's.
         world_size: number of ranks.
-        gpu: the device of a rank.
+        device_gib: memory of a rank's device.
 
     Returns:
         Problems and warnings.
     """
-    found = fit(config, shape, world_size, gpu.gib)
+    found = fit(config, shape, world_size, device_gib)
     engine = config.engine
-    share = engine.memory_fraction * gpu.gib
+    share = engine.memory_fraction * device_gib
     weights = found.parts["GENERATE"]["engine weights"] / GIB
     if not engine.kv_cache_gib and weights > share:
         rule = f"{share:.1f} GiB of the device are less than the engine's weights, {weights:.1f}"
-        fix = _remedy(config, shape, world_size, gpu)
+        fix = _remedy(config, shape, world_size, device_gib)
         return [Problem("engine.memory_fraction", engine.memory_fraction, rule, fix)], []
     certain = {
         phase: {name: parts[name] / GIB for name in parts if name in CERTAIN}
         for phase, parts in found.parts.items()
     }
     phase, sizes = max(certain.items(), key=lambda item: sum(item[1].values()))
-    if (needs := sum(sizes.values())) > gpu.gib:
+    if (needs := sum(sizes.values())) > device_gib:
         parts = ", ".join(f"{name} {gib:.1f}" for name, gib in sizes.items() if gib)
         rule = f"{phase} needs {needs:.1f} GiB on each rank without any buffers ({parts})"
-        fix = _remedy(config, shape, world_size, gpu)
-        return [Problem("device memory", f"{gpu.gib:.1f} GiB", rule, fix)], []
+        fix = _remedy(config, shape, world_size, device_gib)
+        return [Problem("device memory", f"{device_gib:.1f} GiB", rule, fix)], []
     if found.fits:
         return [], []
     return [], [f"the plan does not fit {_usable(found)}: {_lacking(found)}; see --dry-run"]
@@ -268,20 +263,19 @@ def _read_gib(word: str, rule: str) -> float:
     return gib
 
 
-def read_gpu(word: str) -> Gpu:
-    """A device by its name (`GPUS`) or its memory in GiB, then with the rates of `DEFAULT_GPU`.
+def read_device(word: str) -> float:
+    """GiB of a device, by its name (`DEVICES`) or as a number.
 
     Raises:
         ValueError: the word is neither.
     """
-    if word in GPUS:
-        return GPUS[word]
-    rule = f"must be GiB of memory such as 80, or one of {', '.join(GPUS)}"
-    return replace(DEFAULT_GPU, gib=_read_gib(word, rule))
+    if word in DEVICES:
+        return DEVICES[word]
+    return _read_gib(word, f"must be GiB of memory such as 80, or one of {', '.join(DEVICES)}")
 
 
-def read_plan_for(word: str) -> tuple[int, Gpu]:
-    """The number and kind of devices that `8x80` or `8xh200` names.
+def read_plan_for(word: str) -> tuple[int, float]:
+    """The number of devices and the memory of each that `8x80` or `8xh200` names.
 
     Raises:
         ValueError: the word is not of that form.
@@ -289,4 +283,4 @@ def read_plan_for(word: str) -> tuple[int, Gpu]:
     count, times, device = word.partition("x")
     if not times or not count.isdecimal() or not int(count):
         raise ValueError("must be the number of devices and their memory in GiB or name, as 8x80")
-    return int(count), read_gpu(device)
+    return int(count), read_device(device)
