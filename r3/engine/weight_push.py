@@ -158,6 +158,9 @@ def _reload(
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):  # of MiniMax-M2; vLLM asks for the name
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+    names: dict[int, set[str]] = {}  # of one parameter, which two modules may have
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(_reported(name))
     initialize_layerwise_reload(model)
     # Read now: the reload removes parameters that vLLM derives from others (in latent attention)
     # until it rebuilds them.
@@ -189,7 +192,12 @@ def _reload(
     for layer, experts in stacked.items():
         if experts.is_complete:
             loaded |= {f"{moe[layer][0]}.{name}" for name in expert_leaves(shape)}
-    unloaded = wanted - {_reported(name) for name in loaded}
+    loaded = {_reported(name) for name in loaded}
+    for same in names.values():
+        # Both modules get back the memory that was loaded, but for a tied output layer (above).
+        if same & loaded and _HEAD not in same:
+            loaded |= same
+    unloaded = wanted - loaded
     return Pushed(unloaded=unloaded, reloaded=reloaded)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
 from r3.config import SETTINGS, read_values, to_yaml, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
@@ -492,7 +492,9 @@ def test_other_settings_get_the_next_free_folder_and_find_it_again(
     assert note == (
         "note: runs/tiny has a run with other settings, which may not change on resume:\n"
         "      train.seed = 1 (that run: 0)\n"
-        "  This one: runs/tiny-2\n"
+        f"  This one: runs/tiny-2. It starts from the weights of {TINY_MOE_TIES}. To start from "
+        "those of runs/tiny, add --model.path runs/tiny/hf/step_000010 (python -m r3.export "
+        "runs/tiny writes it)\n"
     )
     started_run(Path("runs/tiny-2"), seed=1)
     more = cli.parse([*words, "--train.steps", "50"])  # may change on resume
@@ -515,7 +517,7 @@ def test_no_other_folder_is_taken_where_one_is_meant(
     started_run(Path("runs/tiny"))
     message = refusal(capsys, "tiny", *ONE, "--train.seed", "1", *words)
     assert "log.dir = 'runs/tiny': has a run with other settings" in message
-    assert message.rstrip().endswith("--log.dir runs/tiny-2")
+    assert "--log.dir runs/tiny-2" in message
 
 
 def test_r3_log_dir_is_a_folder_that_is_meant(

@@ -280,7 +280,15 @@ ALL = LoraConfig().targets
 OWN = ("attention", "experts")
 CONVERTED = (
     *("qwen3_moe", "olmoe", "qwen3_next", "mixtral", "deepseek_v3", "glm-4.5-air"),
-    *("glm-4.7-flash", "minimax-m2", "ernie4_5_moe", "deepseek_v3.2", "glm-5"),
+    *(
+        "glm-4.7-flash",
+        "minimax-m2",
+        "ernie4_5_moe",
+        "deepseek_v3.2",
+        "glm-5",
+        "solar_open",
+        "dots1",
+    ),
 )
 _GATE_UP, _DOWN = "*.experts.*.{gate,up}_proj.*", "*.experts.*.down_proj.*"
 
