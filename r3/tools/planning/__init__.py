@@ -1,1 +1,1 @@
-"""Plan a run: memory per device, seconds per step, layout search, and whether it fits."""
+"""Plan a run: memory per device, layout search, and whether it fits."""
