@@ -19,7 +19,7 @@ from r3.config import (
 )
 from r3.models.shape import ModelShape
 from r3.tools.planning import memory_plan as plan
-from r3.tools.planning.verdict import memory_problems, read_gpu
+from r3.tools.planning.verdict import memory_problems, read_device
 from tests.settings import found
 from tests.tiny import tiny_config
 
@@ -131,7 +131,7 @@ def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> Non
     enough = 2 * policy + config.engine.kv_cache_gib + 2 / 2**10  # policy, engine, cache, reward
 
     def found(config: Config, gib: float) -> list[str]:
-        problems, _ = memory_problems(config, shape, 1, read_gpu(str(gib)))
+        problems, _ = memory_problems(config, shape, 1, read_device(str(gib)))
         return [str(problem) for problem in problems]
 
     assert found(config, 1.01 * enough) == []
