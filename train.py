@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
     from r3 import extras
-    from r3.handover.rollouts import PackingSpec, distribute
     from r3.policy.updates import train_on
     from r3.rollout.scored import rescored, score_all
     from r3.rollout.step import RolloutSource
@@ -35,6 +34,7 @@ def train(run: Run) -> None:
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
     from r3.run.samples import record_samples
     from r3.run.save import Saver, export_last
+    from r3.sync.rollouts import PackingSpec, distribute
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
     if config.eval.only:

@@ -25,7 +25,6 @@ from benchmarks.learning_curve import TARGET, hardware, made_by, run, source
 from benchmarks.train_step import MIDDLE, MIDDLE_LENGTHS, pack, random_model, recorded
 from r3.assets import TINY_MOE_TIES, WORD_PROBLEMS_EVAL
 from r3.config import Config, LoraConfig, ModelConfig, ParallelConfig, TrainConfig
-from r3.handover.weight_sync import WeightStream, export
 from r3.lora.adapters import adapters_of
 from r3.lora.peft import adapter_config, write_adapter
 from r3.lora.quantised_weight import QuantisedWeight
@@ -35,6 +34,7 @@ from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.runtime.device import Device, free_port, init_device, storage_of
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.weights import WeightStream, export
 
 OUT = Path(__file__).parent / "results" / "lora.json"
 # Steps, and what is set beside them.

@@ -17,8 +17,8 @@ import torch
 
 import train
 from r3.engine import Engine
-from r3.handover import weight_sync as sync
 from r3.rollout import heldout
+from r3.sync import weights as sync
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 

@@ -30,8 +30,8 @@ from torch import nn
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3 import assets
-from r3.handover.memory import State
 from r3.runtime.device import Device
+from r3.sync.residency import State
 from tests.engines import World
 from tests.families import random_checkpoint
 from tests.tiny import tiny_config
@@ -153,7 +153,7 @@ def measure(device: Device, *, model: str, dtype: str, rounds: int, profile: boo
 
 def sync(world: World) -> None:
     """The weight sync of a step, without waking and sleeping."""
-    from r3.handover.weight_sync import sync_weights
+    from r3.sync.weights import sync_weights
 
     sync_weights(world.stream, world.engine, world.device, world.mesh, policy_version=1)
 

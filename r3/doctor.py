@@ -30,9 +30,6 @@ from r3.cli import parse as cli
 from r3.config import Config, EnvConfig, with_values
 from r3.data.prompts import prompts_of_step
 from r3.engine import Sampling
-from r3.handover.memory import State
-from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weight_sync import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.updates import pass_figures
@@ -48,6 +45,9 @@ from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
+from r3.sync.residency import State
+from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.weights import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.tools import health
 from r3.types import Batch, Rollout
 

@@ -28,7 +28,6 @@ from safetensors.numpy import save_file
 from r3 import checks as validate
 from r3.cli import parse as cli
 from r3.config import Config, ConfigError, Problem, with_values
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
@@ -46,6 +45,7 @@ from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 

@@ -13,9 +13,6 @@ import torch
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
-from r3.handover.memory import State
-from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weight_sync import export, sync_weights
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
 from r3.rollout.collected_rollouts import CollectedRollouts
@@ -24,6 +21,9 @@ from r3.rollout.task import Task, read_task
 from r3.run.build import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.residency import State
+from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.weights import export, sync_weights
 from r3.types import Batch, Rollout
 
 

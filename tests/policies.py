@@ -17,7 +17,6 @@ from r3.algo.advantage import StepRewards
 from r3.backends.cpu.fused_experts import FusedExperts
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape
@@ -29,6 +28,7 @@ from r3.rollout.scored import Scored
 from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Batch, Update
 from tests.tiny import random_rollouts
 

@@ -1,7 +1,7 @@
 """Plan micro-batches: which rank trains on what (`plan_updates`), and the shift by one (`pack`).
 
 The plan depends on lengths and groups alone, so every rank computes the same plan from the same
-numbers, and `r3.handover.rollouts` sends the rollouts accordingly. `pack` runs afterwards, on the
+numbers, and `r3.sync.rollouts` sends the rollouts accordingly. `pack` runs afterwards, on the
 rank that trains on them.
 """
 

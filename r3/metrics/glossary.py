@@ -40,7 +40,7 @@ _LEDGER = "r3/routing/ledger.py"
 _LOSS = "r3/algo/loss.py"
 _POLICY = "r3/policy/policy.py"
 _METER = "r3/metrics/meter.py"
-_MEMORY = "r3/handover/memory.py"
+_MEMORY = "r3/sync/residency.py"
 # Rollouts that an older policy version started are left out of the mismatch metrics.
 _D = "over loss tokens, D = log pi_old - log mu (policy at the rollout's weights, engine)"
 
@@ -139,7 +139,7 @@ GLOSSARY: dict[str, Entry] = {
         _COLLECT,
     ),
     "rollout/trained_tokens": Entry(
-        "tokens with loss in the updates of the step", "r3/handover/rollouts.py"
+        "tokens with loss in the updates of the step", "r3/sync/rollouts.py"
     ),
     "rollout/rounds": Entry("rounds of prompts in the step (algo.dynamic_sampling)", _STEP),
     "rollout/groups_sampled": Entry("groups sampled in all rounds", _STEP),
@@ -279,7 +279,7 @@ GLOSSARY: dict[str, Entry] = {
         _REPLAY,
     ),
     "routing/rows_filler": Entry("packed filler tokens, counted by the routers", _REPLAY),
-    "routing/bytes": Entry("bytes of routes sent to training ranks", "r3/handover/rollouts.py"),
+    "routing/bytes": Entry("bytes of routes sent to training ranks", "r3/sync/rollouts.py"),
     "loss/total": Entry("loss with global denominators, mean over the step's updates", _LOSS),
     "loss/nll": Entry(
         "train.objective sft: mean of -log pi over loss tokens, before the update", _POLICY

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from r3.config import Config
 from r3.engine import Engine, forget_engine
-from r3.handover.memory import Residency, State
-from r3.handover.weight_sync import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
 from r3.metrics.trackers import Tracker
 from r3.policy import Policy, forget_models
@@ -27,6 +25,8 @@ from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
 from r3.runtime.process_state import Surroundings
+from r3.sync.residency import Residency, State
+from r3.sync.weights import WeightStream, prove_sync, prove_weights, sync_weights
 
 
 class Phases:

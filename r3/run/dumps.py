@@ -12,13 +12,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from r3.handover.rollouts import send_rollouts
 from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
 from r3.rollout.dump_fields import readable
 from r3.rollout.scored import Scored
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
+from r3.sync.rollouts import send_rollouts
 from r3.types import Prompt, Rollout
 
 

@@ -13,7 +13,6 @@ import torch
 
 from r3.data.prompts import DataError
 from r3.engine import DeviceMemoryError, EngineConfigError
-from r3.handover.weight_sync import SyncError
 from r3.metrics.trackers import TrackerError
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
@@ -24,6 +23,7 @@ from r3.run.folder import RunDir, step_folders, write_text
 from r3.run.writing import SaveError
 from r3.runtime.process import start_command
 from r3.runtime.terminal import flush, say
+from r3.sync.weights import SyncError
 from r3.types import RouteError
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.workers import WorkerError

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from r3.config import flatten
-from r3.handover.weight_sync import export
 from r3.run import checkpoint
 from r3.run.best import Goal, best_step
 from r3.run.build import Run
@@ -19,6 +18,7 @@ from r3.run.stop_signals import StoppedEarly
 from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside
 from r3.runtime.terminal import say
+from r3.sync.weights import export
 
 
 class Saver:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.config import Config
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.partial import from_checkpoint
@@ -23,6 +22,7 @@ from r3.rollout.scored import score_all
 from r3.rollout.step import BudgetError, RolloutSource, StepRollouts
 from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Rollout
 from tests.errors import message_of
 from tests.talkers import CHATTY, Talker, Yardstick, values

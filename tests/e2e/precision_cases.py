@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from r3.engine.build import require_head_type
-from r3.handover.memory import State
 from r3.metrics.mismatch import mismatch
 from r3.runtime.device import Device
+from r3.sync.residency import State
 from tests.engines import World
 from tests.errors import message_of
 from tests.tiny import tiny_config

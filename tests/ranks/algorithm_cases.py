@@ -11,7 +11,6 @@ import torch
 
 from r3.algo.advantage import StepRewards, dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
-from r3.handover.rollouts import PackingSpec, distribute, pack_for
 from r3.layers.layout import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
@@ -20,6 +19,7 @@ from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.rollouts import PackingSpec, distribute, pack_for
 from r3.types import Batch, MicroBatch
 from tests.pages import ROOT
 from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from r3.config import Config
 from r3.engine.experts import ExpertBlock
-from r3.handover.weight_sync import WeightStream, export
 from r3.layers.attention import packed_params
 from r3.layers.layout import zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
@@ -28,6 +27,7 @@ from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.weights import WeightStream, export
 from r3.types import MicroBatch
 from tests.errors import message_of
 from tests.families import as_ling, transformers_model

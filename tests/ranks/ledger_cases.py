@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from r3.handover import rollouts as exchange
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, reconcile
 from r3.routing.replay import Replay
 from r3.runtime.device import Device
+from r3.sync import rollouts as exchange
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Rollout, RouteError
 from tests.errors import message_of
 from tests.policies import LENGTHS, build

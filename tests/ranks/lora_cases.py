@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
-from r3.handover.weight_sync import WeightStream, export
 from r3.layers.layout import local_tokens
 from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
@@ -25,6 +24,7 @@ from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh, forget_mesh
+from r3.sync.weights import WeightStream, export
 from r3.types import Batch
 from tests.policies import (
     batches_of,

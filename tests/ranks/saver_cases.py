@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from r3.config import Config, with_values
-from r3.handover.weight_sync import WeightStream
 from r3.metrics.meter import Meter
 from r3.metrics.reduce import Mean
 from r3.models.hf_checkpoint import read_small_files
@@ -21,6 +20,7 @@ from r3.run.save import Saver, export_last
 from r3.run.stop_signals import StopRequest
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.sync.weights import WeightStream
 from tests.policies import batches_of, build, one_update
 from tests.tiny import tiny_config
 

@@ -10,7 +10,6 @@ import torch
 from r3.checks.objective import in_effect
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rows import columns_of
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.reduce import Mean
 from r3.objectives.rows import as_rollout
 from r3.policy import Policy
@@ -18,6 +17,7 @@ from r3.policy.weight_slots import split
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Batch
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config

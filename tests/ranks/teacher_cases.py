@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from r3.config import with_values
-from r3.handover.rollouts import PackingSpec, distribute
 from r3.layers.layout import local_tokens
 from r3.policy import Policy
 from r3.policy.objective import Passes, policy_loss
 from r3.policy.updates import train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Batch, Rollout
 from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config

@@ -47,7 +47,7 @@ PACKAGES = (
         "layers",
         "policy",
         "rollout",
-        "handover",
+        "sync",
         "run",
     ),
     *(
@@ -131,7 +131,7 @@ def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
         if other not in PACKAGES or PACKAGES.index(other) > PACKAGES.index(own):
             yield line, f"{own} imports {other}, which comes later in the order of packages"
         if "engine" in {own, other} and {own, other} & {"layers", "policy"}:
-            yield line, f"{own} imports {other}: engine and policy meet only in handover"
+            yield line, f"{own} imports {other}: engine and policy meet only in sync"
 
 
 def worlds_stay_inside(file: PurePosixPath, tree: ast.Module) -> Complaints:
@@ -233,7 +233,7 @@ def test_rule_holds(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("rule", "file", "source"),
     [
-        (imports_go_one_way, "r3/algo/loss.py", "from r3 import handover"),
+        (imports_go_one_way, "r3/algo/loss.py", "from r3 import sync"),
         (imports_go_one_way, "r3/runtime/mesh.py", "def f():\n    from r3.policy.build import x"),
         (imports_go_one_way, "r3/engine/build.py", "from ..policy import Policy"),
         (imports_go_one_way, "r3/policy/build.py", "import r3.engine.engine"),
@@ -251,7 +251,7 @@ def test_rule_holds(rule: Rule) -> None:
             "r3/engine/memory.py",
             "if TYPE_CHECKING:\n    from r3.rollout.step import x",
         ),
-        (worlds_stay_inside, "r3/handover/weight_sync.py", "from vllm import LLM"),
+        (worlds_stay_inside, "r3/sync/weights.py", "from vllm import LLM"),
         (worlds_stay_inside, "train.py", "import megatron.core as mc"),
         (
             worlds_stay_inside,
@@ -261,19 +261,19 @@ def test_rule_holds(rule: Rule) -> None:
         (worlds_stay_inside, "r3/types.py", "def f():\n    import transformers"),
         (pure_row_is_pure, "r3/algo/loss.py", "from r3.config import Config"),
         (pure_row_is_pure, "r3/algo/packing.py", "import einops"),
-        (device_words_stay_inside, "r3/handover/weight_sync.py", "torch.cuda.synchronize()"),
-        (device_words_stay_inside, "r3/handover/weight_sync.py", "device = 'cuda:0'"),
+        (device_words_stay_inside, "r3/sync/weights.py", "torch.cuda.synchronize()"),
+        (device_words_stay_inside, "r3/sync/weights.py", "device = 'cuda:0'"),
         (device_words_stay_inside, "train.py", "init(backend='nccl')"),
         (device_words_stay_inside, "r3/runtime/mesh.py", "from torch import cuda"),
-        (catches_are_narrow, "r3/handover/weight_sync.py", "try:\n    f()\nexcept:\n    raise"),
+        (catches_are_narrow, "r3/sync/weights.py", "try:\n    f()\nexcept:\n    raise"),
         (
             catches_are_narrow,
-            "r3/handover/weight_sync.py",
+            "r3/sync/weights.py",
             "try:\n    f()\nexcept (OSError, Exception) as e:\n    print(e)",
         ),
         (catches_are_narrow, "r3/rewards/math.py", "try:\n    f()\nexcept Exception:\n    pass"),
         (catches_are_narrow, "train.py", "with contextlib.suppress(BaseException):\n    f()"),
-        (modules_say_what_they_are, "r3/handover/weight_sync.py", "x = 1"),
+        (modules_say_what_they_are, "r3/sync/weights.py", "x = 1"),
     ],
 )
 def test_rule_catches(rule: Rule, file: str, source: str) -> None:
@@ -285,7 +285,7 @@ def test_rule_catches(rule: Rule, file: str, source: str) -> None:
     [
         (
             imports_go_one_way,
-            "r3/handover/weight_sync.py",
+            "r3/sync/weights.py",
             "from r3.engine import Engine\nfrom r3.policy import Policy",
         ),
         (worlds_stay_inside, "r3/engine/build.py", "import vllm"),
@@ -302,7 +302,7 @@ def test_rule_catches(rule: Rule, file: str, source: str) -> None:
         ),
         (
             catches_are_narrow,
-            "r3/handover/weight_sync.py",
+            "r3/sync/weights.py",
             "try:\n    f()\nexcept OSError:\n    pass",
         ),
         (
@@ -432,4 +432,4 @@ def test_settings_and_help_load_nothing_heavy(module: str) -> None:
 
 
 def test_heavy_imports_are_found() -> None:
-    assert any("imports torch" in found for found in heavy_imports("r3.handover.rollouts"))
+    assert any("imports torch" in found for found in heavy_imports("r3.sync.rollouts"))

@@ -19,8 +19,6 @@ from benchmarks import gpu
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
-from r3.handover.rollouts import pack_for
-from r3.handover.weight_sync import WeightStream
 from r3.judges.model import Batches
 from r3.kernels import moe
 from r3.layers.dispatch import Transfer
@@ -39,6 +37,8 @@ from r3.runtime.device import (
 )
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.sync.rollouts import pack_for
+from r3.sync.weights import WeightStream
 from r3.types import Batch
 from tests.fake_cuda import Order, fake_world
 from tests.policies import in_backward, step_rewards

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from r3.algo.packing import pack
-from r3.handover.rollouts import find_damage
 from r3.rollout.codec import checksums, decode, encode
 from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, captured_rows, reconcile
+from r3.sync.rollouts import find_damage
 from r3.types import Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout

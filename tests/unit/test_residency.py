@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from r3.handover.memory import Residency, State
 from r3.metrics.reduce import Max
 from r3.runtime.device import Device
+from r3.sync.residency import Residency, State
 
 pytestmark = pytest.mark.unit
 

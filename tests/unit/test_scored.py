@@ -13,7 +13,6 @@ import torch
 from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
 from r3.algo.packing import pack, with_advantages
 from r3.config import Config
-from r3.handover.rollouts import gather_lengths
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collected_rollouts import CollectedRollouts
@@ -27,6 +26,7 @@ from r3.rollout.scored import (
 )
 from r3.rollout.step import RolloutSource
 from r3.runtime.mesh import Axis
+from r3.sync.rollouts import gather_lengths
 from r3.types import Rollout
 from tests.tiny import random_rollouts, tiny_config
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 
 from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
-from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
 from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
@@ -30,6 +29,7 @@ from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device, SharedTensor, open_shared, storage_of
 from r3.runtime.mesh import Mesh
+from r3.sync.rollouts import pack_for
 from r3.types import Prompt, Rollout
 
 if TYPE_CHECKING:
