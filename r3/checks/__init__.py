@@ -2,7 +2,7 @@
 
 One module per subject. Each reads the settings and, where it must, the checkpoint's config.json
 and file headers, the data files, or the source of a reward function. Nothing is changed. Rules for
-a single setting are at its field (r3/config/settings.py). Prompts are not tokenised here: prompts
+a single setting are at its field (r3/config). Prompts are not tokenised here: prompts
 that are too long are found when the data set is built. Imports nothing heavy.
 """
 

@@ -6,7 +6,7 @@ import math
 
 from r3.checks.findings import Findings
 from r3.config import Config
-from r3.config.settings import ADVANTAGES
+from r3.config.train import ADVANTAGES
 from r3.models.shape import BYTES_OF, ModelShape
 
 

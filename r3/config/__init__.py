@@ -20,27 +20,16 @@ from r3.config.fields import (
     shown,
 )
 from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
-from r3.config.secrets import HIDDEN, key_problems, looks_like_key
-from r3.config.settings import (
+from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
+from r3.config.run import (
     EVAL_LISTS,
-    AlgoConfig,
     CheckpointConfig,
-    Config,
-    DataConfig,
     DebugConfig,
-    EngineConfig,
-    EnvConfig,
     EvalConfig,
     EvalSet,
     LogConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    ReplayConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-    flatten,
-    replacing,
-    with_values,
 )
+from r3.config.secrets import HIDDEN, key_problems, looks_like_key
+from r3.config.settings import Config, flatten, replacing, with_values
+from r3.config.train import ADVANTAGES, LOSSES, AlgoConfig, ReplayConfig, TrainConfig

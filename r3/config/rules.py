@@ -14,6 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
+TEMPERATURES = (0.01, 2.0)
+# 11 days: clocks, sockets and collectives take no number of seconds.
+LONGEST_S = 1_000_000
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -17,8 +17,8 @@ from r3.config import (
     with_values,
 )
 from r3.config.arguments import keyword_arguments
-from r3.config.settings import ADVANTAGES as ADVANTAGE_NAMES
-from r3.config.settings import LOSSES as LOSS_NAMES
+from r3.config.train import ADVANTAGES as ADVANTAGE_NAMES
+from r3.config.train import LOSSES as LOSS_NAMES
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint

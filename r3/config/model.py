@@ -1,0 +1,171 @@
+"""Settings of the model: weights, adapters, layout over the ranks, and the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
+from typing import Annotated, Literal
+
+from r3.config.rules import (
+    Above,
+    AtLeast,
+    Between,
+    Fix,
+    IsPath,
+    MayChangeOnResume,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The initial policy."""
+
+    path: Annotated[str, IsPath()] = ""
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors, and a tokenizer with a chat
+    template), or hub:OWNER/NAME[@REVISION] for a model of the hub, which a start downloads."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the weights in training. Router scores, softmax and loss are always float32."""
+    base: Literal["dtype", "int8", "fp8"] = "dtype"
+    """How the device stores the matrices of decoder layers that LoRA leaves frozen. dtype: in
+    model.dtype. int8, fp8: one byte per value and a factor per 128 values. A layer is dequantised
+    and merged with its adapters when a pass comes to it; the engine gets the same bits."""
+    experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
+    """How experts run in training. fused: R3's own dispatch, with a loop that stays in the
+    processor's cache on CPU, and grouped products and Triton kernels on CUDA. grouped: Megatron's
+    dispatch and grouped products. sequential: Megatron's dispatch and loop. auto: fused if
+    parallel.etp is 1, else grouped."""
+    recompute: Annotated[Literal["none", "selective", "moe", "full"], MayChangeOnResume()] = "none"
+    """Activations recomputed in the backward pass: none; selective: what is cheap to compute
+    (norms, the experts' activations, the core of attention); those of the MoE layers; or all.
+    Routes are replayed in the recomputation too."""
+    fp32_head: bool = False
+    """Multiply hidden states and output weight in float32, in policy and engine; bfloat16 rounds
+    every logit. Costs a float32 copy of the output weight in the policy's backward pass, which is
+    several times slower on CUDA."""
+    router_logits: Literal["float32", "engine"] = "float32"
+    """Precision of the policy's router logits. float32: as computed. engine: rounded to
+    engine.dtype, as vLLM computes them. Replayed routes keep gate weights that differ by this
+    rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: W + scale * B A replaces W; A and B are trained (arXiv 2106.09685)."""
+
+    rank: Annotated[int, AtLeast(0), Fix("16; 0 trains all parameters")] = 0
+    """Rank of the adapters. The other parameters keep their initial values. 0: no adapters, all
+    parameters are trained."""
+    alpha: Annotated[float, Above(0), Fix("32")] = 32.0
+    """The product B A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    targets: tuple[Literal["attention", "experts", "shared", "dense", "router", "head"], ...] = (
+        "attention",
+        "experts",
+        "shared",
+        "dense",
+    )
+    """Matrices with adapters, of those that the model has: projections of attention, experts,
+    shared experts, MLPs of dense layers, routers, output layer."""
+    expert_rank: Annotated[int, AtLeast(0), Fix("0 takes lora.rank")] = 0
+    """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
+    gives a token as many adapted dimensions as elsewhere."""
+    start: Annotated[str, IsPath()] = ""
+    """Folder of a PEFT adapter of the same model, ranks and targets to start from; the reference
+    policy has it too. Empty: B starts at 0."""
+    dropout: Annotated[
+        float,
+        Between(0, 0, why="the engine samples without it, so probabilities would not match"),
+        Fix("0"),
+    ] = 0.0
+    """Dropout of adapters, which R3 does not have."""
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapters of a target."""
+        return (self.expert_rank if target == "experts" else 0) or self.rank
+
+    def scale(self, rank: int) -> float:
+        """What the product of adapters of a rank is multiplied by."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How policy and engine are sharded over the ranks. The remaining factor is data parallel."""
+
+    tp: Annotated[int, AtLeast(1)] = 1
+    """Tensor parallel size."""
+    ep: Annotated[int, AtLeast(1)] = 1
+    """Expert parallel size."""
+    etp: Annotated[int, AtLeast(0)] = 0
+    """Tensor parallel size inside experts. 0: same as tp."""
+    pp: Annotated[int, AtLeast(1)] = 1
+    """Pipeline parallel size."""
+    vpp: Annotated[int, AtLeast(1)] = 1
+    """Model chunks per pipeline stage. Above 1 Megatron's interleaved schedule runs, with smaller
+    bubbles."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each of the pp * vpp chunks, in the order of the model. Empty: equal sizes, or one
+    layer more in the first chunks."""
+    cp: Annotated[int, AtLeast(1)] = 1
+    """Context parallel size."""
+    engine_tp: Annotated[int, AtLeast(1)] = 1
+    """Tensor parallel size of the engine."""
+
+    def pieces(self, num_layers: int) -> tuple[range, ...]:
+        """Layers of the pp * vpp chunks of the pipeline; chunk i is on stage i % pp.
+
+        Without `pp_layers` the first chunks have one layer more where sizes cannot be equal: the
+        last chunk has the output layer.
+
+        Args:
+            num_layers: decoder layers of the model.
+
+        Returns:
+            One range of layer numbers per chunk, in the order of the model.
+
+        Raises:
+            ValueError: `pp_layers` does not fit the model.
+        """
+        count = self.pp * self.vpp
+        least, rest = divmod(num_layers, count)
+        sizes = self.pp_layers or tuple(least + (i < rest) for i in range(count))
+        if len(sizes) != count or sum(sizes) != num_layers or min(sizes) < 1:
+            raise ValueError(
+                f"{sizes} are not {count} positive numbers that add up to {num_layers} layers"
+            )
+        ends = list(accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    @property
+    def smallest_world(self) -> int:
+        """Fewest ranks that these sizes fit on."""
+        return max(1, lcm(self.tp * self.cp, (self.etp or self.tp) * self.ep) * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The vLLM engine inside every rank."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the engine's weights and arithmetic."""
+    kv_cache_gib: Annotated[
+        float, Between(0, 100_000), Fix("0 takes what the device has free"), MayChangeOnResume()
+    ] = 0.0
+    """Size of the KV cache in GiB. 0: what memory_fraction leaves (GPU only)."""
+    memory_fraction: Annotated[
+        float, Between(0, 1, exclude=(0, 1)), Fix("0.6"), MayChangeOnResume()
+    ] = 0.6
+    """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
+    max_num_seqs: Annotated[int, Between(1, 8192), MayChangeOnResume()] = 256
+    """Maximum conversations decoded at the same time."""
+    max_model_len: Annotated[int, AtLeast(0)] = 0
+    """Maximum tokens per conversation. 0: what prompts and rollout.max_response_tokens need, at
+    most the context of the model."""
+    sleep_level: Annotated[Literal[1, 2], MayChangeOnResume()] = 2
+    """GPU only, while the policy trains. 1: the engine's weights move to host memory. 2: they are
+    dropped, and the next weight sync restores them."""
+    async_scheduling: Annotated[bool, MayChangeOnResume()] = True
+    """Let vLLM prepare the next batch while one runs, where it can. Switch it off to find out
+    whether it causes a problem."""
