@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from r3.cli import parse as cli
 from r3.metrics.console import stage
-from r3.run.finished import says_finished
+from r3.run.result import says_finished
 from r3.runtime.process import importing
 from r3.runtime.terminal import own_streams
 

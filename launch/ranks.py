@@ -30,8 +30,8 @@ _SHUTDOWN_S = "600"
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LOGGERS = "torch.distributed.elastic"
 _REQUEUE = 75
-_FINISHED = 76  # as r3.run.finished: of the check
-_ENDS_RANK = signal.SIGRTMAX  # as r3.run.watcher
+_FINISHED = 76  # as r3.run.result: of the check
+_ENDS_RANK = signal.SIGRTMAX  # as r3.run.watchdog
 _INTERRUPTED_S = 5.0  # between a second Ctrl-C and the end of the ranks by force
 _TORCHRUN = "--torchrun"  # the first word of the process that runs torchrun
 

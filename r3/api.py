@@ -28,7 +28,7 @@ from typing import Any
 
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, ConfigError, Problem, flatten
-from r3.run.finished import says_finished
+from r3.run.result import says_finished
 
 _in_progress = threading.Lock()  # process groups and engines belong to the whole process
 
@@ -146,8 +146,8 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _result(config: Config) -> Result:
-    from r3.run.best import Goal
     from r3.run.folder import RunDir, read_metrics
+    from r3.run.result import Goal
 
     run_dir = RunDir(Path(config.log.dir))
     if config.eval.only:
@@ -187,7 +187,7 @@ def _run_here(invocation: Invocation) -> None:
             return
         with imports_that_last():
             from r3.run.build import release_process
-            from r3.run.failures import FailureReport
+            from r3.run.ends import FailureReport
             from r3.run.start import begin
         rank = int(os.environ.get("RANK", "0"))
         # Other ranks would wait for one that raises an error. With several, the process ends, and

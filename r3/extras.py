@@ -10,6 +10,9 @@ one when it is needed, and says when that is.
 | `tools.help` | `--help`, `--models`, no words at all |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
+| `tools.header` | every start: the lines before the first step |
+| `tools.step_trace` | `debug.profile` |
+| `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
 | `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
@@ -182,3 +185,27 @@ def conversation_of(row: Mapping[str, Any]) -> Any:
     from r3.tools.view.terminal import conversation
 
     return conversation(sample_of(0, row))
+
+
+def header(*given: Any) -> list[str]:
+    """The lines that describe a run before its first step (r3.tools.header)."""
+    from r3.tools.header import header
+
+    return header(*given)
+
+
+def step_trace(folder: Any, step: int, rank: int) -> Any:
+    """What records the operations of the step `debug.profile`; None without it."""
+    if not step:
+        return None
+    from r3.tools.step_trace import StepTrace
+
+    return StepTrace(folder, step=step, rank=rank)
+
+
+def watcher_program(root: str, words: Sequence[str]) -> str:
+    """The program of the process that watches a rank (r3.tools.watcher)."""
+    return (
+        f"import sys; sys.path.insert(0, {root!r}); "
+        f"from r3.tools.watcher import main; main({[*words]})"
+    )

@@ -36,10 +36,10 @@ from r3.rollout.scored import share_out
 from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.build import init_rank
-from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, replacing, step_folders
 from r3.run.prepare import refusing
 from r3.run.resume import Found
+from r3.run.samples import read_rollouts
 from r3.run.sources import settings_of
 from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave

@@ -8,8 +8,8 @@ import numpy as np
 
 from r3.config import to_yaml
 from r3.rollout.scored import Scored
-from r3.run.dumps import write_eval, write_rollouts
 from r3.run.folder import RunDir, write_text
+from r3.run.samples import write_eval, write_rollouts
 from r3.types import Message, Prompt, Rollout
 from tests.tiny import tiny_config
 

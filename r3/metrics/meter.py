@@ -39,7 +39,7 @@ class RunFiles(Protocol):
 
 
 class Trace(Protocol):
-    """What records the operations of a step; `r3.run.step_trace.StepTrace` is one."""
+    """What records the operations of a step; `r3.tools.step_trace.StepTrace` is one."""
 
     def open_step(self, step: int) -> None: ...
 

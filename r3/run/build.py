@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from r3 import extras
 from r3.config import Config
 from r3.engine import Engine, forget_engine
 from r3.metrics.meter import Meter
 from r3.metrics.trackers import Tracker
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
+from r3.run.ends import StopRequest
 from r3.run.folder import RunDir
 from r3.run.lock import require_held
 from r3.run.resume import Start
 from r3.run.sources import users_files
-from r3.run.step_trace import StepTrace
-from r3.run.stop_signals import StopRequest
 from r3.run.watchdog import Watchdog
 from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
@@ -221,7 +221,7 @@ def build_run(
         on_phase=phases.enter,
         first_step=start.found.step if start.found and trains else 0,
         tracker=tracker,
-        trace=StepTrace(folder, step=config.debug.profile, rank=device.rank) if writes else None,
+        trace=extras.step_trace(folder, config.debug.profile, device.rank) if writes else None,
     )
     return Run(
         config=config,

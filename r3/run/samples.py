@@ -1,13 +1,29 @@
-"""Samples of the current step: dumped, and shown on the console (`log.*_every`)."""
+"""Rollouts of a step and evaluation samples: written to the folder of the run, read back, shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from r3 import extras
+from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
+from r3.rollout.dump_fields import readable
 from r3.rollout.scored import Scored
-from r3.run.build import Run
-from r3.run.dumps import dump_rollouts, row_of
+from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
+from r3.runtime.mesh import Axis
+from r3.runtime.terminal import say
+from r3.sync.rollouts import send_rollouts
+from r3.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from r3.run.build import Run
 
 
 def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
@@ -24,3 +40,128 @@ def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
         item = scored[step // log.show_every % len(scored)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
         run.meter.console.show(extras.conversation_of(row_of(item, prompt)))
+
+
+def dump_rollouts(
+    run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis, prompts: Sequence[Prompt]
+) -> list[dict[str, Any]]:
+    """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call.
+
+    `prompts` are those of the data set: rank 0 looks up questions and answers by their ids.
+
+    If the disk is full, rank 0 prints a message and the run continues.
+
+    Returns:
+        The dumped rows on rank 0, nothing on others or if there is no file.
+    """
+    counts = world.all_gather_object([item.index for item in scored])
+    everything = send_rollouts(scored, {index: [0] for part in counts for index in part}, world)
+    if world.rank != 0:
+        return []
+    items = [everything[index] for index in sorted(everything)]
+    wanted = {item.rollout.prompt_id for item in items}
+    by_id = {prompt.id: prompt for prompt in prompts if prompt.id in wanted}
+    try:
+        return write_rollouts(run_dir, step, items, by_id)
+    except (OSError, SafetensorError) as error:
+        say(f"rollouts of step {step} not dumped: {error}", error=True)
+        return []
+
+
+def write_rollouts(
+    run_dir: RunDir,
+    step: int,
+    scored: Sequence[Scored],
+    prompts: Mapping[str, Prompt] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
+
+    If the jsonl file exists, the dump is complete. A rollout whose prompt is not among `prompts`
+    (by id) has neither question nor reference answer in it.
+
+    Returns:
+        The rows of the jsonl file.
+
+    Raises:
+        ValueError: there is no rollout.
+    """
+    if not scored:
+        raise ValueError(f"step {step}: a dump needs at least one rollout")
+    rows = [
+        row_of(item, prompts.get(item.rollout.prompt_id))
+        | {"checksum": _checksum(item.rollout.tokens_T)}
+        for item in scored
+    ]
+    path = run_dir.rollouts(step)
+    # Both are complete before either appears; the inner one, the arrays, appears first.
+    with (
+        replacing(path, private=True) as text,
+        replacing(path.with_suffix(".safetensors"), private=True) as tensors,
+    ):
+        save_file(join_arrays([item.rollout for item in scored]), tensors)
+        text.write_bytes(b"".join(map(jsonl_line, rows)))
+    return rows
+
+
+def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
+    """A rollout in words and figures, as a dump holds it; arrays are left out."""
+    return (
+        rollout_facts(item.rollout)
+        | readable(item.rollout, prompt)
+        | {
+            "reward": float(item.reward),
+            "rewards": dict(item.parts),
+            "shaped_reward": float(item.shaped_reward),
+            "advantage": float(item.advantage),
+            "trained": item.trains,
+            "tokens": len(item.rollout.tokens_T),
+            "response_tokens": item.rollout.num_response_tokens,
+        }
+    )
+
+
+def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
+    """Rollouts, rewards and advantages of a dump; single-turn rollouts have their messages too.
+
+    Raises:
+        ValueError: rows or arrays are damaged, or are not of one dump.
+    """
+    rows = read_jsonl(path)
+    arrays = load_file(path.with_suffix(".safetensors"))
+    if fault := arrays_fault(dict(enumerate(rows)), arrays):
+        raise ValueError(f"{path.with_suffix('.safetensors')}: {fault}")
+    rollouts = split_rollouts(rows, arrays)
+    return rollouts, [row["reward"] for row in rows], [row["advantage"] for row in rows]
+
+
+def arrays_fault(rows: Mapping[int, Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> str:
+    """Why arrays do not belong to the rows of a dump; "" if they do.
+
+    Args:
+        rows: by their places in the file.
+        arrays: of the file beside it.
+    """
+    count = len(arrays["cu_tokens"]) - 1
+    if rows and max(rows) >= count:
+        return f"it has the arrays of {count} rollouts, and there are {max(rows) + 1} rows"
+    for place, row in rows.items():
+        tokens_T = arrays["tokens"][slice(*arrays["cu_tokens"][place : place + 2])]
+        if row.get("checksum") != _checksum(tokens_T):
+            return f"its tokens are not those of row {place + 1}: it is of another step or run"
+    return ""
+
+
+def _checksum(tokens_T: np.ndarray) -> int:
+    return zlib.crc32(tokens_T.astype(np.int64).tobytes())
+
+
+def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one line per sample, each with the name of its set; other sets of the same step
+    stay.
+    """
+    path = run_dir.eval(step)
+    others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
+    with replacing(path, private=True) as temporary:
+        lines = [*others, *({"set": name, **row} for row in rows)]
+        temporary.write_bytes(b"".join(map(jsonl_line, lines)))
+    return path

@@ -10,11 +10,11 @@ from functools import partial
 
 from r3.config import flatten
 from r3.run import checkpoint
-from r3.run.best import Goal, best_step
 from r3.run.build import Run
 from r3.run.checkpoint import require_sound
+from r3.run.ends import StoppedEarly
 from r3.run.folder import read_metrics
-from r3.run.stop_signals import StoppedEarly
+from r3.run.result import Goal, best_step
 from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside
 from r3.runtime.terminal import say

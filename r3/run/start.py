@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from r3 import extras
 from r3.config import Config, flatten
 from r3.metrics.console import stage
 from r3.metrics.trackers import Tracker
 from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
-from r3.run.failures import FailureReport, resume_command
+from r3.run.ends import REQUEUE, FailureReport, StoppedEarly, resume_command
 from r3.run.folder import write_text
-from r3.run.header import closing, header
 from r3.run.prepare import Prepared
+from r3.run.result import closing
 from r3.run.resume import ResumeError, Start
 from r3.run.sources import users_files
-from r3.run.stop_signals import REQUEUE, StoppedEarly
 from r3.run.verify_checkpoint import newest_whole
 from r3.runtime.device import leave, settle
 from r3.runtime.mesh import Axis
@@ -73,7 +73,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.console.header(
-            [*settings, *header(config, task, run.mesh, run.device, run.start)]
+            [*settings, *extras.header(config, task, run.mesh, run.device, run.start)]
         )
         prepared.watchdog.watch(prepared.folder, kill_after_s=config.debug.kill_after_s)
         with run.meter, run.stop, run.background:

@@ -1,28 +1,59 @@
-"""The rank's side of the watchdog: report progress to the watcher process (`r3.run.watcher`)."""
+"""The rank's side of the watchdog: report progress to the watcher process (`r3.tools.watcher`)."""
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
+import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from r3 import extras
 from r3.run.folder import RunDir
-from r3.run.watcher import MARK, SHOWS_STACKS, Beat, mark_of
 
-_WATCH = "import sys; sys.path.insert(0, {root!r}); from r3.run.watcher import main; main({words})"
+ENDS_RANK = signal.SIGRTMAX  # nothing else sends it, so a launcher knows who ended a rank
+SHOWS_STACKS = signal.SIGRTMAX - 1
+MARK = "R3_WATCHED_BY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The last progress of a rank, and how it is watched.
+
+    Attributes:
+        phases: phases entered so far. Ranks go through the same ones: the smallest number lags.
+        at: time.monotonic(), which all processes of a machine share.
+        kill_after_s: as `debug.kill_after_s`, for this phase; 0 = never.
+        folder: of the run, for heartbeats; "" writes none.
+    """
+
+    phase: str
+    phases: int
+    at: float
+    kill_after_s: float
+    folder: str
+
+    def line(self) -> bytes:
+        """The beat as one line. What follows in its file is of an earlier, longer one."""
+        return json.dumps(vars(self)).encode() + b"\n"
+
+
+def mark_of(pid: int, beats: int) -> str:
+    """The value of `MARK` in what rank `pid` starts; `beats` is the file of its beats."""
+    return f"{pid}-{os.fstat(beats).st_ino}"
 
 
 class Watchdog:
     """Has this rank watched from `start` to `close`; `beat(phase)` says that work proceeds.
 
     A process of its own reports when this rank stalls, with the stacks of all threads. It ends the
-    rank by the signal `r3.run.watcher.ENDS_RANK`, whatever the rank does. When this process ends
+    rank by the signal `ENDS_RANK`, whatever the rank does. When this process ends
     without `close`, it also ends the processes that were started meanwhile.
 
     Args:
@@ -56,7 +87,7 @@ class Watchdog:
         words = [str(each) for each in (rank, size, os.getpid(), self._beats, self._stacks, says)]
         root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
         self._process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _WATCH.format(root=root, words=[*words, str(stall_s)])],
+            [sys.executable, "-IS", "-c", extras.watcher_program(root, [*words, str(stall_s)])],
             env={"PATH": os.environ.get("PATH", "")},  # it is no rank
             pass_fds=(self._beats, self._stacks, says),
             stdin=subprocess.DEVNULL,

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch.distributed.checkpoint as dcp
 
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.best import best_step
 from r3.run.folder import step_folders, sync_to_disk
 from r3.run.lock import require_held
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
+from r3.run.result import best_step
 from r3.run.run_json import Identity, has_identity, write_identity
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say

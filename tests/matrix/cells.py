@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from r3.run.dumps import read_rollouts
+from r3.run.samples import read_rollouts
 from r3.runtime.device import Device
 from tests import published
 from tests.families import MOE_FAMILIES, ling_model

@@ -14,10 +14,10 @@ from r3.metrics.reduce import Mean
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import Policy
 from r3.run.build import Phases, Run
+from r3.run.ends import StopRequest
 from r3.run.folder import RunDir
 from r3.run.resume import Found, Start, find_latest, step_folders
 from r3.run.save import Saver, export_last
-from r3.run.stop_signals import StopRequest
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync.weights import WeightStream

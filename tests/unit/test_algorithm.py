@@ -14,7 +14,7 @@ from r3.config import AlgoConfig, Config, ConfigError, fixed_changes, from_yaml,
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
-from r3.run.failures import failure_text
+from r3.run.ends import failure_text
 from r3.tools.check import check_task
 from r3.tools.contract import example_inputs, example_rewards
 from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of

@@ -21,9 +21,8 @@ import pytest
 from r3.checks import problems, warnings
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, flatten, to_yaml, with_values
-from r3.run.best import Goal, best_step
-from r3.run.finished import says_finished
 from r3.run.folder import RunDir, write_text
+from r3.run.result import Goal, best_step, says_finished
 from r3.run.resume import step_folders
 from r3.run.run_json import Identity
 from r3.run.writing import Unwritten

@@ -15,8 +15,8 @@ import pytest
 
 from r3.cli.parse import Invocation, from_python
 from r3.config import to_yaml
-from r3.run.finished import FINISHED, says_finished
 from r3.run.folder import RunDir, write_text
+from r3.run.result import FINISHED, says_finished
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,6 @@ def test_a_finished_run_that_is_launched_again_starts_no_ranks(run: RunDir) -> N
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, r3.run.finished; print([n for n in sys.modules if n in ('torch', 'vllm')])"
+    code = "import sys, r3.run.result; print([n for n in sys.modules if n in ('torch', 'vllm')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

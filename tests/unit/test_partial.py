@@ -18,10 +18,10 @@ from r3.rollout.conversation import Progress, SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Scored
 from r3.routing.ledger import admit
-from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
 from r3.run.manifest import measure_durably, write_manifest
 from r3.run.run_json import new_identity
+from r3.run.samples import read_rollouts, write_rollouts
 from r3.run.verify_checkpoint import damage_of
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError

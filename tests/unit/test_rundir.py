@@ -19,7 +19,6 @@ import pytest
 from r3 import assets, export
 from r3.config import ConfigError, to_yaml
 from r3.rollout.scored import Scored
-from r3.run.dumps import read_rollouts, write_eval, write_rollouts
 from r3.run.folder import (
     RunDir,
     read_jsonl,
@@ -29,6 +28,7 @@ from r3.run.folder import (
     write_json,
     write_text,
 )
+from r3.run.samples import read_rollouts, write_eval, write_rollouts
 from r3.types import Prompt, Rollout
 from tests.settings import changed
 

@@ -12,7 +12,7 @@ import pytest
 from r3 import check_loss, report, show, watch
 from r3.metrics.console import Console
 from r3.rewards.scorer import RewardError
-from r3.run.failures import failure_text
+from r3.run.ends import failure_text
 from r3.run.folder import RunDir, write_json, write_text
 from r3.runtime.terminal import say, visible
 from r3.tools.view.samples import sample_of

@@ -18,8 +18,7 @@ import pytest
 
 from r3.run.folder import RunDir, write_json
 from r3.run.lock import hold
-from r3.run.watchdog import Watchdog
-from r3.run.watcher import ENDS_RANK
+from r3.run.watchdog import ENDS_RANK, Watchdog
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from r3.config import ConfigError, as_typed, load_yaml
-from r3.run.best import Goal
 from r3.run.folder import RunDir, read_jsonl_lines
+from r3.run.result import Goal
 from r3.tools.view.samples import Sample, sample_of
 
 Kind = Literal["train", "eval"]

@@ -1,6 +1,6 @@
 """The process that watches a rank: heartbeats, reports of stalls, cleanup of leftover processes.
 
-    python -IS -c "... from r3.run.watcher import main; main(...)"    (r3.run.watchdog starts it)
+    python -IS -c "... from r3.tools.watcher import main; main(...)"    (r3.run.watchdog starts it)
 
 It shares no lock with the rank, so that it also sees a rank that holds the interpreter's lock, is
 stopped, or waits inside native code. Each rank has one. Ranks differ in how far they came: each
@@ -32,41 +32,17 @@ from pathlib import Path
 from typing import Any
 
 from r3.run.folder import RunDir, write_json, write_text
+from r3.run.watchdog import ENDS_RANK, MARK, SHOWS_STACKS, Beat, mark_of
 
 _RECORD = 1 << 16  # bytes, more than a beat has
-ENDS_RANK = signal.SIGRTMAX  # nothing else sends it, so a launcher knows who ended a rank
-SHOWS_STACKS = signal.SIGRTMAX - 1
 _MAX_TICK_S = 5.0
 _MAX_NAMED = 16
 _STACKS_S = 3.0  # for a rank to write its stacks
 _END_S = 1.0  # for processes that end by themselves when the rank has ended
-MARK = "R3_WATCHED_BY"
 # Phases in which no users' code runs, and bytes that are read or written are progress.
 _OF_FILES = ("checkpoint of ", "export to ", "loading ", "verifying the checkpoint")
 _PIECE = 1 << 20
 _INTERRUPTED_S = 10.0  # between a second Ctrl-C and the end by force
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beat:
-    """The last progress of a rank, and how it is watched.
-
-    Attributes:
-        phases: phases entered so far. Ranks go through the same ones: the smallest number lags.
-        at: time.monotonic(), which all processes of a machine share.
-        kill_after_s: as `debug.kill_after_s`, for this phase; 0 = never.
-        folder: of the run, for heartbeats; "" writes none.
-    """
-
-    phase: str
-    phases: int
-    at: float
-    kill_after_s: float
-    folder: str
-
-    def line(self) -> bytes:
-        """The beat as one line. What follows in its file is of an earlier, longer one."""
-        return json.dumps(vars(self)).encode() + b"\n"
 
 
 class Watcher:
@@ -342,11 +318,6 @@ def _read_process(pid: int) -> _Process | None:
 def _processes() -> dict[int, _Process]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return {pid: found for pid in pids if (found := _read_process(pid))}
-
-
-def mark_of(pid: int, beats: int) -> str:
-    """The value of `MARK` in what rank `pid` starts; `beats` is the file of its beats."""
-    return f"{pid}-{os.fstat(beats).st_ino}"
 
 
 def _bytes_moved(pid: int) -> int:

@@ -1,20 +1,85 @@
-"""Runs that have finished all steps. Imports nothing heavy, so that the message comes quickly."""
+"""What a run came to: its best evaluation (`checkpoint.keep_best`), whether `train.patience` or its
+last step has ended it, and its last line.
+
+All follow from the rows of metrics, which a resumed run keeps. Each checkpoint holds the values of
+evaluations too: without them, a run whose metrics.jsonl was lost would delete its best checkpoint.
+Nothing heavy is imported: that a run is finished is said quickly.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from r3.cli.parse import Invocation
 from r3.config import Config, flatten
 from r3.metrics.glossary import headlines
-from r3.run.best import Goal, best_step
 from r3.run.folder import RunDir, read_metrics, step_folders
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What the evaluations of a run are compared by: `checkpoint.keep_best` and `best_is`.
+
+    Attributes:
+        metric: such as eval/heldout/accuracy; empty compares nothing.
+        sign: 1 if higher is better, -1 if lower is.
+        patience: `train.patience`; 0 is without end.
+    """
+
+    metric: str
+    sign: int = 1
+    patience: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> Goal:
+        """The goal of settings by their full names, as values or as texts."""
+        patience = str(settings.get("train.patience", ""))
+        return Goal(
+            metric=str(settings.get("checkpoint.keep_best", "")),
+            sign=-1 if settings.get("checkpoint.best_is") == "lowest" else 1,
+            patience=int(patience) if patience.isdecimal() else 0,
+        )
+
+    def values(self, rows: Iterable[Mapping[str, float]]) -> dict[int, float]:
+        """The metric by step, with the sign that makes the highest the best."""
+        return {
+            int(row["step"]): self.sign * row[self.metric]
+            for row in rows
+            if self.metric and math.isfinite(row.get(self.metric, math.nan))
+        }
+
+    def rows(self, values: Mapping[int, float]) -> list[dict[str, float]]:
+        """The rows that have these values and nothing else."""
+        return [{"step": step, self.metric: self.sign * values[step]} for step in sorted(values)]
+
+    def end(self, values: Mapping[int, float]) -> str:
+        """Why a run with these evaluations ends after the last of them; "" if it goes on."""
+        best = best_step(values)
+        if best is None or not self.patience:
+            return ""
+        since = sum(step > best for step in values)
+        if since < self.patience:
+            return ""
+        return (
+            f"stopped after step {max(values)}: {self.metric} was best after step {best} "
+            f"({self.sign * values[best]:.4g}) and not better in {since} evaluations since "
+            f"(train.patience {self.patience})"
+        )
+
+
+def best_step(values: Mapping[int, float]) -> int | None:
+    """The step with the highest value, the first of equal ones; None without any."""
+    return max(sorted(values), key=values.__getitem__, default=None)
+
 
 FINISHED = 76  # exit code of the check before a launch: there is nothing to launch
 
@@ -77,6 +142,24 @@ def result(config: Config, run_dir: RunDir, step: int) -> str:
         kept = f": {where}" if where.exists() else ", which has no checkpoint"
         parts.append(f"best after step {best}{kept}")
     return "; ".join([*parts, *filter(None, [goal.end(values)])])
+
+
+def closing(
+    config: Config, run_dir: RunDir, seconds: float, step: int, row: Mapping[str, float]
+) -> str:
+    """The last line of a run: its duration, its result, its files. `row` is its last one."""
+    if config.eval.only:
+        figures = ", ".join(
+            f"{name} {key.rpartition('/')[2]} {row[key]:.3f}"
+            for name, key in headlines(row).items()
+        )
+        return f"done       in {seconds:.0f} s: {figures}; answers in {run_dir.eval(step)}"
+    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
+    places += [
+        str(run_dir.metrics),
+        *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
+    ]
+    return f"done       in {seconds:.0f} s: {result(config, run_dir, step)}; {', '.join(places)}"
 
 
 def _rows(run_dir: RunDir) -> list[dict[str, float]]:

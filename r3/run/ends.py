@@ -1,4 +1,7 @@
-"""Error output of a failed run: one block from one rank, full tracebacks in files."""
+"""How a run ends before its last step: a signal asks and the ranks agree, or an error fails it.
+
+A failed run prints one block from one rank; full tracebacks are in files.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import errno
 import os
 import re
 import resource
+import signal
+import threading
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -21,12 +27,68 @@ from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
 from r3.run.folder import RunDir, step_folders, write_text
 from r3.run.writing import SaveError
-from r3.runtime.process import start_command
-from r3.runtime.terminal import flush, say
-from r3.sync.weights import SyncError
+from r3.runtime.mesh import Axis
+from r3.runtime.process import is_leader, start_command
+from r3.runtime.terminal import flush, say, say_in_handler
 from r3.types import RouteError
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.workers import WorkerError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+REQUEUE = 75  # exit code; sysexits.h calls it "temporary failure: try again later"
+
+
+class StoppedEarly(Exception):
+    """A signal ended the run after a step, with a checkpoint of that step."""
+
+    def __init__(self, step: int, name: str) -> None:
+        super().__init__(step, name)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        return "stopped by {1} after step {0}".format(*self.args)
+
+
+class StopRequest:
+    """Listens for SIGTERM, SIGHUP, SIGINT and SIGUSR1: `with StopRequest(first_failure) as stop:`.
+
+    In another thread than the main one, where Python allows no handlers, it hears none.
+    The first signal asks for an end after the current step. A second SIGINT interrupts at once.
+    A signal that this process was told to ignore, as by nohup, stays ignored.
+
+    Args:
+        first_failure: the file that the first rank that fails makes. If it is there, the launcher
+            sent the signal because of that rank: the run does not stop after its step, and its
+            failure stays the last thing on the console.
+    """
+
+    def __init__(self, first_failure: Path) -> None:
+        self._first_failure = first_failure
+        self._name = ""
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        for number in _SIGNALS if on_main_thread else ():
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def agreed(self, world: Axis) -> str:
+        """The name of a signal that some rank has received, or "". All ranks must call."""
+        return next(filter(None, world.all_gather_object(self._name)), "")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self._name and is_leader() and not self._first_failure.exists():
+            name = signal.Signals(number).name
+            say_in_handler(f"\n{name}: stopping after this step, with a checkpoint")
+        self._name = signal.Signals(number).name
+
 
 # Errors whose message is enough for a user: no traceback is shown for them.
 _EXPLAINED = (

@@ -1,42 +1,21 @@
-"""The header of a run, printed before its first step, and the summary after its last."""
+"""The header of a run, printed before its first step."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from r3.config import Config
 from r3.data.sources import files_of
-from r3.metrics.glossary import headlines
 from r3.models.freeze import frozen_tensors
 from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
 from r3.rollout.task import Task
-from r3.run.finished import result
-from r3.run.folder import RunDir
 from r3.run.resume import Start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
-
-
-def closing(
-    config: Config, run_dir: RunDir, seconds: float, step: int, row: Mapping[str, float]
-) -> str:
-    """The last line of a run: its duration, its result, its files. `row` is its last one."""
-    if config.eval.only:
-        figures = ", ".join(
-            f"{name} {key.rpartition('/')[2]} {row[key]:.3f}"
-            for name, key in headlines(row).items()
-        )
-        return f"done       in {seconds:.0f} s: {figures}; answers in {run_dir.eval(step)}"
-    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
-    places += [
-        str(run_dir.metrics),
-        *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
-    ]
-    return f"done       in {seconds:.0f} s: {result(config, run_dir, step)}; {', '.join(places)}"
 
 
 def reward_text(config: Config) -> str:
