@@ -30,6 +30,7 @@ from r3.run.writing import SaveError
 from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader, start_command
 from r3.runtime.terminal import flush, say, say_in_handler
+from r3.sync.weights import SyncError
 from r3.types import RouteError
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.workers import WorkerError
