@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from r3 import extras
 from r3.checks.algorithm import check_algorithm
 from r3.checks.batch import check_batch, check_lengths
-from r3.checks.data import ReadsRows, check_data, overlap
+from r3.checks.data import check_data, overlap
 from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.checks.environment import check_environment
 from r3.checks.evaluation import check_best, check_evaluation
@@ -27,7 +27,7 @@ from r3.checks.model import check_freeze, check_lora, check_model
 from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.config import SETTINGS, Config, Problem, key_problems
-from r3.data.sources import read_rows
+from r3.data.sources import ReadsRows, read_rows
 from r3.kernels.switch import switch_notes, switch_problems
 from r3.models.shape import ModelShape
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from r3.checks.findings import Findings
 from r3.config import Config, EvalSet
-from r3.data.files import FILES
 from r3.data.rows import Columns, Row, RowProblem, columns_of
-from r3.data.sources import is_near, read_rows
-
-ReadsRows = Callable[[str, Columns], tuple[list[Row], list[RowProblem]]]
+from r3.data.sources import FILES, ReadsRows, is_near, read_rows
 
 _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
 

@@ -35,8 +35,8 @@ _SENSES = {"image": "vision", "video": "video", "audio": "audio"}
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
-class MessageFault(ValueError):
-    """Messages or tools that cannot be shown to a model.
+class Fault(ValueError):
+    """What is wrong with something that was given.
 
     Attributes:
         rule: what is wrong, and where.
@@ -49,6 +49,10 @@ class MessageFault(ValueError):
 
     def __str__(self) -> str:
         return f"{self.rule}. Fix: {self.fix}"
+
+
+class MessageFault(Fault):
+    """Messages or tools that cannot be shown to a model."""
 
 
 def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:

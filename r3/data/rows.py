@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from r3.config import Config, EvalSet
 from r3.config.names import kind_of
 from r3.data.conversation import (
+    Fault,
     MessageFault,
     half_character,
     is_learned,
@@ -20,7 +21,6 @@ from r3.data.conversation import (
     read_tools,
     sense_of,
 )
-from r3.data.files import SourceError, read_json
 from r3.data.numbers import final_number
 
 if TYPE_CHECKING:  # it imports numpy
@@ -28,6 +28,10 @@ if TYPE_CHECKING:  # it imports numpy
 
 GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
 _READ = ("verifier", "gym", "entry")  # columns that built-in rewards read beside the answer
+
+
+class SourceError(Fault):
+    """A source cannot be read at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +226,26 @@ def _object(content: Any, faults: _Faults) -> Mapping[str, Any] | None:
             rule = f"is {kind_of(content)}, not an object"
             faults.add("row", rule, "write one JSON object per line")
     return None
+
+
+def read_json(content: bytes) -> Any:
+    """Read JSON.
+
+    Raises:
+        SourceError: an object has a key twice.
+        ValueError, RecursionError: it is no JSON, or nested too deeply.
+    """
+    return json.loads(content, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        rule = f"has an object with two keys {twice!r}"
+        raise SourceError(rule, "remove one: one of the values would be lost")
+    return found
 
 
 def _missing(row: Mapping[str, Any], key: str) -> str:

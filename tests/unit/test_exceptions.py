@@ -10,8 +10,7 @@ import pytest
 
 from r3.agents.openai_api import ApiError
 from r3.config import ConfigError, Problem
-from r3.data.conversation import MessageFault
-from r3.data.files import SourceError
+from r3.data.conversation import Fault
 from r3.data.prompts import DataError
 from r3.data.rendering import NotRendered
 from r3.data.rows import RowProblem
@@ -31,8 +30,7 @@ EXCEPTIONS = {
     ),
     f"data: 1 problem\n  - {_ROW}": DataError([_ROW]),
     "stopped by SIGINT after step 3": StoppedEarly(3, "SIGINT"),
-    "no rows. Fix: add some": SourceError("no rows", "add some"),
-    "no role. Fix: add role": MessageFault("no role", "add role"),
+    "no rows. Fix: add some": Fault("no rows", "add some"),
     "no such model. Fix: another name": HubError("no such model", "another name"),
     "it is not shown": NotRendered("it is not shown", "another template"),
     "no turns left": ModelLimit("turns", "no turns left"),
