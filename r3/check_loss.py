@@ -14,8 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from r3.config import SETTINGS, AlgoConfig, ConfigError, Problem
-from r3.config.train import ADVANTAGES, LOSSES
+from r3.config import ADVANTAGES, LOSSES, SETTINGS, AlgoConfig, ConfigError, Problem
 from r3.runtime.terminal import own_streams, say
 from r3.tools.contract import run_contract
 from r3.user_code.algorithm import AlgorithmError

@@ -16,8 +16,7 @@ from textwrap import fill
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
-from r3.config import SETTINGS, Config, as_typed  # noqa: E402
-from r3.config.trl_verl import TABLES  # noqa: E402
+from r3.config import SETTINGS, Config, as_typed, help_of  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
 from r3.metrics.console import LEFT  # noqa: E402
@@ -27,7 +26,6 @@ from tests.matrix.results import table_of_results  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
-COMING = "coming-from-trl-and-verl.md"
 LIMITS, MODELS = "limits.md", "models.md"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
@@ -206,7 +204,6 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration(),
         "metrics.md": metrics(),
         "chat-templates.md": chat_templates(),
-        COMING: coming((DOCS / COMING).read_text(encoding="utf-8")),
         LIMITS: filled(LIMITS, "models", model_families()),
         MODELS: filled(MODELS, "matrix", matrix(), source="tests/published.py"),
     }
@@ -239,9 +236,9 @@ def configuration() -> str:
                 f"`{each.name}`",
                 kind(each.type_in_words),
                 f"`{default}`" if (default := as_typed(each.default)) else "empty",
-                str(each.rule or "-").removeprefix("must be "),
+                (each.rule or "-").removeprefix("must be "),
                 each.resume_in_words,
-                each.help,
+                help_of(each.name),
             )
             for each in SETTINGS.values()
             if each.name.startswith(f"{section.name}.")
@@ -321,17 +318,6 @@ def filled(page: str, name: str, text: str, source: str = "r3/models/families.py
     before, mark, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
     assert mark, f"{page} has no line {begin!r}"
     return f"{before}{begin}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-
-
-def coming(page: str) -> str:
-    """Return the page on TRL and verl with its tables of settings."""
-    for name, lines in TABLES.items():
-        begin = f"<!-- {name}: written by tools/make_docs.py from r3/config/trl_verl.py -->"
-        header = f"| {'verl' if name == 'verl' else 'TRL'} | R3 |\n|---|---|"
-        rows = "\n".join(f"| {line} |" for line in lines.splitlines())
-        before, _, rest = page.partition(f"{begin}\n")
-        page = f"{before}{begin}\n{header}\n{rows}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    return page
 
 
 def kind(words: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from r3.checks.findings import Findings
-from r3.config import Config
-from r3.config.train import ADVANTAGES
+from r3.config import ADVANTAGES, Config
 from r3.models.shape import BYTES_OF, ModelShape
 
 

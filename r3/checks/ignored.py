@@ -10,8 +10,7 @@ from r3.checks.algorithm import algorithm_notes
 from r3.checks.environment import check_environment_file
 from r3.checks.findings import Findings
 from r3.checks.objective import fixed
-from r3.config import Config, flatten, shown
-from r3.config.train import LOSSES
+from r3.config import LOSSES, Config, flatten, shown
 from r3.models.shape import ModelShape
 
 _QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}

@@ -5,22 +5,19 @@ each with field, value, rule and fix, before any device is touched. Presets are 
 Imports nothing heavy.
 """
 
-from r3.config.fields import (
-    SETTINGS,
-    ConfigError,
-    Problem,
-    Setting,
-    as_typed,
+from r3.config.fields import ConfigError, Problem, Setting, as_typed, shown
+from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from r3.config.reading import (
+    dump_yaml,
     filled_in,
-    fixed_changes,
+    from_yaml,
+    load_yaml,
     nearest_settings,
-    other_run,
     parse_value,
     read_values,
-    shown,
+    to_yaml,
+    values_of,
 )
-from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
-from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from r3.config.run import (
     EVAL_LISTS,
@@ -31,5 +28,14 @@ from r3.config.run import (
     LogConfig,
 )
 from r3.config.secrets import HIDDEN, key_problems, looks_like_key
-from r3.config.settings import Config, flatten, replacing, with_values
+from r3.config.settings import (
+    SETTINGS,
+    Config,
+    fixed_changes,
+    flatten,
+    help_of,
+    other_run,
+    replacing,
+    with_values,
+)
 from r3.config.train import ADVANTAGES, LOSSES, AlgoConfig, ReplayConfig, TrainConfig

@@ -5,23 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
-from typing import Annotated, Literal
+from typing import Literal
 
-from r3.config.rules import (
-    Above,
-    AtLeast,
-    Between,
-    Fix,
-    IsPath,
-    MayChangeOnResume,
-)
+from r3.config.fields import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The initial policy."""
 
-    path: Annotated[str, IsPath()] = ""
+    path: str = setting("", path=True)
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors, and a tokenizer with a chat
     template), or hub:OWNER/NAME[@REVISION] for a model of the hub, which a start downloads."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -35,7 +28,7 @@ class ModelConfig:
     processor's cache on CPU, and grouped products and Triton kernels on CUDA. grouped: Megatron's
     dispatch and grouped products. sequential: Megatron's dispatch and loop. auto: fused if
     parallel.etp is 1, else grouped."""
-    recompute: Annotated[Literal["none", "selective", "moe", "full"], MayChangeOnResume()] = "none"
+    recompute: Literal["none", "selective", "moe", "full"] = setting("none", resume=True)
     """Activations recomputed in the backward pass: none; selective: what is cheap to compute
     (norms, the experts' activations, the core of attention); those of the MoE layers; or all.
     Routes are replayed in the recomputation too."""
@@ -53,10 +46,10 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters: W + scale * B A replaces W; A and B are trained (arXiv 2106.09685)."""
 
-    rank: Annotated[int, AtLeast(0), Fix("16; 0 trains all parameters")] = 0
+    rank: int = setting(0, ge=0, fix="16; 0 trains all parameters")
     """Rank of the adapters. The other parameters keep their initial values. 0: no adapters, all
     parameters are trained."""
-    alpha: Annotated[float, Above(0), Fix("32")] = 32.0
+    alpha: float = setting(32.0, gt=0, fix="32")
     """The product B A is multiplied by alpha / rank."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
@@ -68,17 +61,19 @@ class LoraConfig:
     )
     """Matrices with adapters, of those that the model has: projections of attention, experts,
     shared experts, MLPs of dense layers, routers, output layer."""
-    expert_rank: Annotated[int, AtLeast(0), Fix("0 takes lora.rank")] = 0
+    expert_rank: int = setting(0, ge=0, fix="0 takes lora.rank")
     """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
     gives a token as many adapted dimensions as elsewhere."""
-    start: Annotated[str, IsPath()] = ""
+    start: str = setting("", path=True)
     """Folder of a PEFT adapter of the same model, ranks and targets to start from; the reference
     policy has it too. Empty: B starts at 0."""
-    dropout: Annotated[
-        float,
-        Between(0, 0, why="the engine samples without it, so probabilities would not match"),
-        Fix("0"),
-    ] = 0.0
+    dropout: float = setting(
+        0.0,
+        ge=0,
+        le=0,
+        why="the engine samples without it, so probabilities would not match",
+        fix="0",
+    )
     """Dropout of adapters, which R3 does not have."""
 
     def rank_of(self, target: str) -> int:
@@ -94,23 +89,23 @@ class LoraConfig:
 class ParallelConfig:
     """How policy and engine are sharded over the ranks. The remaining factor is data parallel."""
 
-    tp: Annotated[int, AtLeast(1)] = 1
+    tp: int = setting(1, ge=1)
     """Tensor parallel size."""
-    ep: Annotated[int, AtLeast(1)] = 1
+    ep: int = setting(1, ge=1)
     """Expert parallel size."""
-    etp: Annotated[int, AtLeast(0)] = 0
+    etp: int = setting(0, ge=0)
     """Tensor parallel size inside experts. 0: same as tp."""
-    pp: Annotated[int, AtLeast(1)] = 1
+    pp: int = setting(1, ge=1)
     """Pipeline parallel size."""
-    vpp: Annotated[int, AtLeast(1)] = 1
+    vpp: int = setting(1, ge=1)
     """Model chunks per pipeline stage. Above 1 Megatron's interleaved schedule runs, with smaller
     bubbles."""
     pp_layers: tuple[int, ...] = ()
     """Layers of each of the pp * vpp chunks, in the order of the model. Empty: equal sizes, or one
     layer more in the first chunks."""
-    cp: Annotated[int, AtLeast(1)] = 1
+    cp: int = setting(1, ge=1)
     """Context parallel size."""
-    engine_tp: Annotated[int, AtLeast(1)] = 1
+    engine_tp: int = setting(1, ge=1)
     """Tensor parallel size of the engine."""
 
     def pieces(self, num_layers: int) -> tuple[range, ...]:
@@ -150,22 +145,20 @@ class EngineConfig:
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the engine's weights and arithmetic."""
-    kv_cache_gib: Annotated[
-        float, Between(0, 100_000), Fix("0 takes what the device has free"), MayChangeOnResume()
-    ] = 0.0
+    kv_cache_gib: float = setting(
+        0.0, ge=0, le=100_000, fix="0 takes what the device has free", resume=True
+    )
     """Size of the KV cache in GiB. 0: what memory_fraction leaves (GPU only)."""
-    memory_fraction: Annotated[
-        float, Between(0, 1, exclude=(0, 1)), Fix("0.6"), MayChangeOnResume()
-    ] = 0.6
+    memory_fraction: float = setting(0.6, gt=0, lt=1, fix="0.6", resume=True)
     """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
-    max_num_seqs: Annotated[int, Between(1, 8192), MayChangeOnResume()] = 256
+    max_num_seqs: int = setting(256, ge=1, le=8192, resume=True)
     """Maximum conversations decoded at the same time."""
-    max_model_len: Annotated[int, AtLeast(0)] = 0
+    max_model_len: int = setting(0, ge=0)
     """Maximum tokens per conversation. 0: what prompts and rollout.max_response_tokens need, at
     most the context of the model."""
-    sleep_level: Annotated[Literal[1, 2], MayChangeOnResume()] = 2
+    sleep_level: Literal[1, 2] = setting(2, resume=True)
     """GPU only, while the policy trains. 1: the engine's weights move to host memory. 2: they are
     dropped, and the next weight sync restores them."""
-    async_scheduling: Annotated[bool, MayChangeOnResume()] = True
+    async_scheduling: bool = setting(True, resume=True)
     """Let vLLM prepare the next batch while one runs, where it can. Switch it off to find out
     whether it causes a problem."""

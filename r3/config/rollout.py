@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
+from r3.config.fields import LONGEST_S, TEMPERATURES, setting
 from r3.config.names import names_of
-from r3.config.rules import (
-    LONGEST_S,
-    TEMPERATURES,
-    Above,
-    AtLeast,
-    Between,
-    Fix,
-    IsPath,
-    KeyValue,
-    MayChangeOnResume,
-    NoneIsAValue,
-    Not,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Training prompts."""
 
-    path: Annotated[tuple[str, ...], IsPath()] = ()
+    path: tuple[str, ...] = setting((), path=True)
     """One or several sources of rows: a JSONL, JSON, CSV or .parquet file, a pattern such as
     part-*.jsonl, FOLDER[:SPLIT], hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT], or
     gym:TASK[,size=N][,seed=N] of reasoning-gym. SOURCE[:100] takes the first 100 rows."""
-    weights: Annotated[
-        tuple[float, ...], Above(0), Fix("leave out the path that should not be sampled")
-    ] = ()
+    weights: tuple[float, ...] = setting(
+        (), gt=0, fix="leave out the path that should not be sampled"
+    )
     """Sampling weights of the paths, one per path. Empty: rows of all paths form one pool."""
     prompt_key: str = "question"
     """Column with the question (text) or the conversation so far (a list of messages). a.b reaches
@@ -43,13 +31,12 @@ class DataConfig:
     none."""
     system_prompt: str = ""
     """System message added in front of every conversation. Empty: none is added."""
-    template_kwargs: Annotated[
-        tuple[str, ...],
-        KeyValue(
-            r"(?s)(?!(tools|tokenize|add_generation_prompt|return_dict|conversation)=)[A-Za-z_]\w*=.*",
-            "key=value, for a key that the chat template reads",
-        ),
-    ] = ()
+    template_kwargs: tuple[str, ...] = setting(
+        (),
+        arguments=True,
+        pattern=r"(?s)(?!(tools|tokenize|add_generation_prompt|return_dict|conversation)=)[A-Za-z_]\w*=.*",
+        words="key=value, for a key that the chat template reads",
+    )
     """Further variables of the chat template, each key=value (enable_thinking=false), or a
     mapping."""
     allow_control_tokens: bool = False
@@ -58,7 +45,7 @@ class DataConfig:
     continue_final_message: bool = False
     """Let the policy continue an assistant message that ends a row, as the beginning of its
     response. By default such rows are refused. Only for single_turn."""
-    max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
+    max_prompt_tokens: int = setting(0, ge=0)
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""
     on_too_long: Literal["error", "drop"] = "error"
@@ -76,7 +63,7 @@ class EnvConfig:
     name: Literal["single_turn", "calculator", "guess_number"] = "single_turn"
     """Built-in environment. single_turn: one question, one response. calculator: the same with a
     calculator tool. guess_number: a game of several turns."""
-    path: Annotated[str, IsPath()] = ""
+    path: str = setting("", path=True)
     """Your own environment instead of a built-in one, `path/to/file.py:Class`: a class with reset
     and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
     (docs/workflows.md)."""
@@ -84,17 +71,23 @@ class EnvConfig:
     """A command instead of a class, run once per episode: an agent that calls the model by OpenAI's
     API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
     it."""
-    args: Annotated[tuple[str, ...], KeyValue(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
+    args: tuple[str, ...] = setting(
+        (), arguments=True, pattern=r"(?s)[A-Za-z_]\w*=.*", words="key=value"
+    )
     """Keyword arguments of your class, each key=value, or a mapping. Values are JSON or Python
     literals, else text."""
-    max_turns: Annotated[int, AtLeast(1)] = 8
+    max_turns: int = setting(8, ge=1)
     """Maximum model messages per conversation; of a workflow, calls of the model per episode."""
-    max_turn_tokens: Annotated[int, AtLeast(0)] = 0
+    max_turn_tokens: int = setting(0, ge=0)
     """Maximum tokens per model message. 0: what is left of rollout.max_response_tokens, which
     counts observations too."""
-    stop: Annotated[
-        tuple[str, ...], Not("", "an empty string ends every message at once"), Fix("leave it out")
-    ] = ()
+    stop: tuple[str, ...] = setting(
+        (),
+        pattern="(?s).+",
+        words="a text that is not empty",
+        why="an empty string ends every message at once",
+        fix="leave it out",
+    )
     """Strings that end a model message. They stay in the message."""
     tool_parser: str = ""
     """Parser of tool calls by its name in vLLM, such as qwen3_coder or llama3_json. Empty: calls as
@@ -106,18 +99,15 @@ class EnvConfig:
     """Keep `<think>` blocks of earlier messages in a conversation although the chat template
     removes them: the model then sees prompts that no server of the template shows. false: such a
     template is refused. Not for workflows, where each such call begins a token sequence."""
-    workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    workers: int = setting(0, ge=0, resume=True)
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
     that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""
-    timeout_s: Annotated[
-        float,
-        Between(0, LONGEST_S, exclude=(0,)),
-        Fix("60, or the time of the slowest call"),
-        MayChangeOnResume(),
-    ] = 60.0
+    timeout_s: float = setting(
+        60.0, gt=0, le=LONGEST_S, fix="60, or the time of the slowest call", resume=True
+    )
     """Maximum seconds per call of the environment. A worker process that takes longer is killed and
     replaced. For a workflow: seconds per episode, without its calls of the model."""
-    retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    retries: int = setting(0, ge=0, resume=True)
     """Retries after an exception, a time-out or a worker crash."""
     on_error: Literal["stop", "zero", "drop"] = "stop"
     """After the last retry. stop: end the run. zero: end the conversation with reward 0. drop:
@@ -146,28 +136,26 @@ class EnvConfig:
 class RolloutConfig:
     """How responses are sampled."""
 
-    prompts_per_step: Annotated[int, AtLeast(1)] = 16
+    prompts_per_step: int = setting(16, ge=1)
     """Prompts per step, over all ranks."""
-    group_size: Annotated[int, AtLeast(1)] = 8
+    group_size: int = setting(8, ge=1)
     """Samples per prompt (num_generations)."""
-    max_response_tokens: Annotated[int, AtLeast(1)] = 512
+    max_response_tokens: int = setting(512, ge=1)
     """Maximum tokens per response, prompt excluded."""
-    temperature: Annotated[
-        float, Between(*TEMPERATURES, why="at 0 all samples of a prompt are equal"), Fix("1.0")
-    ] = 1.0
+    temperature: float = setting(
+        1.0, **TEMPERATURES, why="at 0 all samples of a prompt are equal", fix="1.0"
+    )
     """Sampling temperature. Log-probabilities of engine and policy are both taken at it."""
-    top_p: Annotated[
-        float, Between(0, 1, exclude=(0,)), Fix("1.0, which samples from all tokens")
-    ] = 1.0
+    top_p: float = setting(1.0, gt=0, le=1, fix="1.0, which samples from all tokens")
     """Nucleus sampling mass. Below 1 the engine samples from fewer tokens than the policy's
     distribution has, which adds to the measured mismatch."""
-    top_k: Annotated[int, Between(0, 2**31 - 1)] = 0
+    top_k: int = setting(0, ge=0, le=2**31 - 1)
     """Sample only from the k most likely tokens. 0: all tokens. It adds to the mismatch as top_p
     does."""
-    step_token_budget: Annotated[int, AtLeast(0)] = 0
+    step_token_budget: int = setting(0, ge=0)
     """Maximum new tokens per conversation in one step (partial rollouts). A conversation that
     reaches it is suspended. 0: no budget."""
-    max_staleness: Annotated[int, AtLeast(0)] = 0
+    max_staleness: int = setting(0, ge=0)
     """Maximum steps for which a suspended conversation may be resumed. Its earlier tokens,
     log-probabilities and routes are kept. A group is trained on when all of its conversations are
     complete. 0: suspended conversations are dropped."""
@@ -177,12 +165,12 @@ class RolloutConfig:
 class RewardConfig:
     """How responses are scored: the weighted sum of one or several reward functions."""
 
-    function: Annotated[tuple[str, ...], IsPath(), NoneIsAValue()] = ("gsm8k",)
+    function: tuple[str, ...] = setting(("gsm8k",), path=True, none=True)
     """One or several of: gsm8k; exact; math; gym (reasoning-gym); row (the one that the row's
     column `verifier` names); http (a chat server); self_judge (the policy); model (a reward model);
     env (environment); `path/to/file.py:function`. none: env alone. Without env, functions score
     what the environment did not reward."""
-    row_functions: Annotated[tuple[str, ...], IsPath()] = ("gsm8k", "exact", "gym")
+    row_functions: tuple[str, ...] = setting(("gsm8k", "exact", "gym"), path=True)
     """row: functions that a row may name: gsm8k, exact, gym, math, http, self_judge,
     model and `path/to/file.py:function`, which rows name `function`."""
     weights: tuple[float, ...] = ()
@@ -191,73 +179,72 @@ class RewardConfig:
     correct: str = ""
     """Name of the function that decides whether a response is right, as in metrics: it returns at
     least 1. Accuracy, pass@k and algo.dynamic_sampling count by it. Empty: the first function."""
-    args: Annotated[
-        tuple[str, ...], KeyValue(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
-    ] = ()
+    args: tuple[str, ...] = setting(
+        (),
+        arguments=True,
+        pattern=r"(?s)(\w+\.)?[A-Za-z_]\w*=.*",
+        words="key=value or FUNCTION.key=value",
+    )
     """Keyword arguments of the functions of your files, each key=value for all functions that have
     such a parameter, or FUNCTION.key=value for one; also a mapping. Values are JSON or Python
     literals, else text."""
-    workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    workers: int = setting(0, ge=0, resume=True)
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
-    timeout_s: Annotated[
-        float,
-        Between(0, LONGEST_S, exclude=(0,)),
-        Fix("60, or the time of the slowest call"),
-        MayChangeOnResume(),
-    ] = 60.0
+    timeout_s: float = setting(
+        60.0, gt=0, le=LONGEST_S, fix="60, or the time of the slowest call", resume=True
+    )
     """Maximum seconds per call. A worker process that takes longer is killed and replaced."""
-    retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 3
+    retries: int = setting(3, ge=0, resume=True)
     """Retries after an exception, a time-out, or a server that asks to wait. gsm8k, exact and gym
     are not retried."""
     on_error: Literal["stop", "zero", "drop"] = "stop"
     """After the last retry. stop: end the run. zero: give reward 0. drop: leave the response out.
     Evaluation treats drop as zero."""
-    url: Annotated[str, MayChangeOnResume()] = ""
+    url: str = setting("", resume=True)
     """http: base address of an OpenAI-compatible server, such as http://host:8000/v1."""
     model: str = ""
     """http: name of the model on the server."""
-    api_key_env: Annotated[str, MayChangeOnResume()] = ""
+    api_key_env: str = setting("", resume=True)
     """http: environment variable that holds the API key. Empty: no key is sent."""
-    prompt_file: Annotated[str, IsPath()] = ""
+    prompt_file: str = setting("", path=True)
     """http, self_judge: file with the prompt; {question}, {answer} and {response} are filled in.
     Empty: the LLM judge is asked whether the response is right (1) or wrong (0)."""
     pattern: str = ""
     """http, self_judge: regular expression whose only group is the score. Empty: "score" of a JSON
     object in the reply."""
-    max_tokens: Annotated[int, AtLeast(1)] = 512
+    max_tokens: int = setting(512, ge=1)
     """http, self_judge: maximum tokens of a reply."""
-    request: Annotated[
-        tuple[str, ...],
-        KeyValue(
-            r"(?s)(?!(model|messages|n|stream)=)[A-Za-z_]\w*=.*",
-            "key=value, for a field of a chat completion's request",
-        ),
-    ] = ()
+    request: tuple[str, ...] = setting(
+        (),
+        arguments=True,
+        pattern=r"(?s)(?!(model|messages|n|stream)=)[A-Za-z_]\w*=.*",
+        words="key=value, for a field of a chat completion's request",
+    )
     """http: further fields of the request, each key=value, or instead of temperature=0 and
     max_tokens. A field that is null is not sent: max_tokens=null max_completion_tokens=512."""
     no_verdict: float = 0.0
     """self_judge: reward of a response for which the policy gave no score: its reply holds none or
     ran out of tokens, or the prompt had no room."""
-    max_connections: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
+    max_connections: int = setting(16, ge=1, resume=True)
     """http: maximum requests in flight per rank."""
-    backoff_s: Annotated[float, Between(0, LONGEST_S), MayChangeOnResume()] = 1.0
+    backoff_s: float = setting(1.0, ge=0, le=LONGEST_S, resume=True)
     """http: seconds before the first retry, doubled before each further one. The server may ask for
     more with Retry-After."""
-    model_path: Annotated[str, IsPath()] = ""
+    model_path: str = setting("", path=True)
     """model: a Hugging Face sequence-classification checkpoint with one label, and its tokenizer: a
     folder or hub:OWNER/NAME[@REVISION]."""
     model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """model: data type of its weights and arithmetic."""
-    model_ranks: Annotated[tuple[int, ...], MayChangeOnResume()] = ()
+    model_ranks: tuple[int, ...] = setting((), resume=True)
     """model: ranks that hold a copy. Empty: the first rank of every engine. R3 refuses any other
     list."""
-    model_batch: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
+    model_batch: int = setting(16, ge=1, resume=True)
     """model: maximum conversations per batch. The last bits of a score depend on the batch; 1 makes
     scores repeatable."""
-    model_wait_s: Annotated[float, Between(0, LONGEST_S), MayChangeOnResume()] = 0.05
+    model_wait_s: float = setting(0.05, ge=0, le=LONGEST_S, resume=True)
     """model: seconds the first conversation of a batch waits for others. 0: do not wait."""
-    model_tokens: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16384
+    model_tokens: int = setting(16384, ge=1, resume=True)
     """model: maximum padded tokens per batch. A single conversation may have more."""
 
     @property

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
+from r3.config.fields import LONGEST_S, TEMPERATURES, setting
 from r3.config.rollout import DataConfig, EnvConfig
-from r3.config.rules import (
-    LONGEST_S,
-    TEMPERATURES,
-    AtLeast,
-    Between,
-    Fix,
-    IsPath,
-    KeyValue,
-    Matches,
-    MayChangeOnResume,
-    NoneIsAValue,
-    Not,
-    ZeroOr,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,56 +71,52 @@ class EvalConfig:
 
     only: bool = False
     """Evaluate the newest checkpoint of log.dir, or model.path if there is none, then end."""
-    path: Annotated[tuple[str, ...], IsPath()] = ()
+    path: tuple[str, ...] = setting((), path=True)
     """Held-out sets, each one source as in data.path. Empty: no evaluation."""
-    name: Annotated[
-        tuple[str, ...],
-        Matches(r"[A-Za-z0-9_.-]+", "made of letters, digits, '_', '-' and '.' only"),
-        Fix("heldout; metrics and files have this name"),
-    ] = ("heldout",)
+    name: tuple[str, ...] = setting(
+        ("heldout",),
+        pattern=r"[A-Za-z0-9_.-]+",
+        words="made of letters, digits, '_', '-' and '.' only",
+        fix="heldout; metrics and files have this name",
+    )
     """Names of the sets in metrics and files."""
-    prompt_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
+    prompt_key: tuple[str, ...] = setting((), none=True)
     """Columns with the question, as in data.prompt_key. Empty: that of training."""
-    answer_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
+    answer_key: tuple[str, ...] = setting((), none=True)
     """Columns with the reference answer. Empty: that of training. none: rows have none."""
-    tools_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
+    tools_key: tuple[str, ...] = setting((), none=True)
     """Columns with the tools. Empty: that of training. none: rows have none."""
-    system_prompt: Annotated[tuple[str, ...], NoneIsAValue()] = ()
+    system_prompt: tuple[str, ...] = setting((), none=True)
     """System messages of the sets. Empty: that of training. none: none is added."""
-    env: Annotated[tuple[str, ...], IsPath()] = ()
+    env: tuple[str, ...] = setting((), path=True)
     """Environments of the sets, as in env.name or env.path. Empty: that of training."""
-    env_args: Annotated[
-        tuple[str, ...],
-        KeyValue(r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*", "key=value or SET.key=value"),
-    ] = ()
+    env_args: tuple[str, ...] = setting(
+        (),
+        arguments=True,
+        pattern=r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*",
+        words="key=value or SET.key=value",
+    )
     """Keyword arguments of the environments, each SET.key=value, or key=value for all sets; also a
     mapping. They are added to env.args, or replace one of them. With eval.env they are the only
     ones."""
-    function: Annotated[tuple[str, ...], IsPath(), NoneIsAValue()] = ()
+    function: tuple[str, ...] = setting((), path=True, none=True)
     """Reward functions of the sets, as in reward.function. Empty: those of training."""
-    every: Annotated[int, AtLeast(0)] = 10
+    every: int = setting(10, ge=0)
     """Steps between evaluations. 0: only before the first step and after the last."""
-    max_prompts: Annotated[tuple[int, ...], AtLeast(0)] = (0,)
+    max_prompts: tuple[int, ...] = setting((0,), ge=0)
     """Evaluate only this many rows of a set, from its beginning. 0: all."""
-    samples: Annotated[tuple[int, ...], AtLeast(1)] = (1,)
+    samples: tuple[int, ...] = setting((1,), ge=1)
     """Samples per question. With more than one, avg@k and pass@k are reported too."""
-    pass_at: Annotated[tuple[int, ...], AtLeast(1)] = ()
+    pass_at: tuple[int, ...] = setting((), ge=1)
     """Values of k for pass@k, each at most samples; estimated without bias from all samples. Empty:
     k = samples."""
-    temperature: Annotated[
-        tuple[float, ...],
-        ZeroOr(Between(*TEMPERATURES)),
-        Fix("0 for greedy decoding"),
-        MayChangeOnResume(),
-    ] = (0.0,)
+    temperature: tuple[float, ...] = setting(
+        (0.0,), zero=True, **TEMPERATURES, fix="0 for greedy decoding", resume=True
+    )
     """Sampling temperature. 0: greedy decoding."""
-    top_p: Annotated[
-        tuple[float, ...],
-        Between(0, 1, exclude=(0,)),
-        Fix("1.0, which samples from all tokens"),
-    ] = (1.0,)
+    top_p: tuple[float, ...] = setting((1.0,), gt=0, le=1, fix="1.0, which samples from all tokens")
     """Nucleus sampling mass."""
-    max_tokens: Annotated[tuple[int, ...], AtLeast(0)] = (0,)
+    max_tokens: tuple[int, ...] = setting((0,), ge=0)
     """Maximum tokens per response. 0: rollout.max_response_tokens."""
 
     @property
@@ -163,16 +146,17 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints to resume from, and the exported model."""
 
-    every: Annotated[int, AtLeast(-1)] = 0
+    every: int = setting(0, ge=-1)
     """Steps between checkpoints. 0: only after the last step. -1: none, except where a signal stops
     the run or checkpoint.keep_best saves."""
-    keep: Annotated[int, AtLeast(0)] = 2
+    keep: int = setting(2, ge=0)
     """Number of newest checkpoints to keep. 0: all."""
-    keep_best: Annotated[
-        str,
-        Matches("|eval/[A-Za-z0-9_.-]+/.+", "a metric of an evaluation"),
-        Fix("eval/heldout/accuracy, with the name of your set"),
-    ] = ""
+    keep_best: str = setting(
+        "",
+        pattern="|eval/[A-Za-z0-9_.-]+/.+",
+        words="a metric of an evaluation",
+        fix="eval/heldout/accuracy, with the name of your set",
+    )
     """Metric of the evaluations, such as eval/heldout/accuracy. A checkpoint is saved after each
     evaluation that is better than all before, and the best one is also kept. Empty: none."""
     best_is: Literal["highest", "lowest"] = "highest"
@@ -184,7 +168,7 @@ class CheckpointConfig:
     """If the newest checkpoint is damaged: resume from the newest one that is whole, or stop."""
     export: bool = True
     """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
-    export_every: Annotated[int, AtLeast(0)] = 0
+    export_every: int = setting(0, ge=0)
     """Steps between such exports during the run, each to a folder of its own. 0: none."""
     allow_changed: tuple[
         Literal[
@@ -213,10 +197,10 @@ class CheckpointConfig:
 class LogConfig:
     """What a run writes and shows."""
 
-    dir: Annotated[str, IsPath()] = ""
+    dir: str = setting("", path=True)
     """Folder of the run. Starting again with the same folder resumes from its newest checkpoint.
     Empty: runs/PRESET, or runs/PRESET-2 and so on if that has a run with other settings."""
-    rollouts_every: Annotated[int, AtLeast(0)] = 10
+    rollouts_every: int = setting(10, ge=0)
     """Steps between dumps of all rollouts with tokens, log-probabilities and routes; the first step
     is always dumped. 0: never."""
     tensorboard: bool = True
@@ -224,9 +208,15 @@ class LogConfig:
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     """Experiment tracker that gets settings, metrics and samples too. Its package is
     installed separately. A resumed run continues its run of the tracker."""
-    project: Annotated[str, Not("", "a tracker files runs under a project"), Fix("r3")] = "r3"
+    project: str = setting(
+        "r3",
+        pattern="(?s).+",
+        words="a text that is not empty",
+        why="a tracker files runs under a project",
+        fix="r3",
+    )
     """Project of log.tracker; MLflow calls it an experiment."""
-    show_every: Annotated[int, AtLeast(0)] = 0
+    show_every: int = setting(0, ge=0)
     """Steps between samples shown on the console, one conversation of the first rank with its
     reward. 0: none."""
     progress: bool = True
@@ -237,22 +227,22 @@ class LogConfig:
 class DebugConfig:
     """Settings for finding faults."""
 
-    prove_sync_every: Annotated[int, AtLeast(0)] = 0
+    prove_sync_every: int = setting(0, ge=0)
     """Steps between checks of the weight sync, which compare every weight of the engine with the
     policy's, then log-probabilities of both on a few tokens. The first sync is always checked. 0:
     no further checks."""
-    stall_s: Annotated[float, Between(0, LONGEST_S)] = 600.0
+    stall_s: float = setting(600.0, ge=0, le=LONGEST_S)
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
-    kill_after_s: Annotated[float, Between(0, LONGEST_S)] = 900.0
+    kill_after_s: float = setting(900.0, ge=0, le=LONGEST_S)
     """Seconds without progress on any rank after which the ranks end, so that the launcher can
     restart the run; twice as long while it starts, and at least 120 s while it reads data.
     0: never."""
-    collective_timeout_s: Annotated[
-        float, Between(1, LONGEST_S), Fix("1800, or the longest wait you expect")
-    ] = 1800.0
+    collective_timeout_s: float = setting(
+        1800.0, ge=1, le=LONGEST_S, fix="1800, or the longest wait you expect"
+    )
     """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
     very long generations or slow checkpoint disks."""
-    profile: Annotated[int, AtLeast(0)] = 0
+    profile: int = setting(0, ge=0)
     """Step of which every rank records all operations under the step's phases: traces/ in the
     folder of the run, to be opened in https://ui.perfetto.dev. 0: none."""
     deterministic: bool = False

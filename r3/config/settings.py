@@ -1,9 +1,8 @@
 """All settings of a run: a `Config` of sections, by their full names, and with other values.
 
-The sections are frozen dataclasses in the files beside this one. The text under a field is its
-`--help`. The annotation of a field holds its type, the rule its values obey, how to fix a value
-that breaks the rule, and whether a resumed run may change it (`r3/config/rules.py`). A new setting
-is added in one place: there. `python tools/make_docs.py` writes docs/configuration.md from it.
+The sections are frozen dataclasses in the files beside this one. A new setting is a field of one,
+with its type and `setting(...)` (`r3/config/fields.py`); the text under it is its `--help`.
+`python tools/make_docs.py` writes docs/configuration.md from it.
 
 A `Config` is data; derived values are properties. Imports nothing heavy.
 """
@@ -11,14 +10,18 @@ A `Config` is data; derived values are properties. Imports nothing heavy.
 # ruff: noqa: RUF009 - the sections are frozen, so one object may be the default of all
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, get_type_hints
 
+from r3.config.fields import Problem, Setting, setting
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.names import names_of
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
-from r3.config.rules import MayChangeOnResume
 from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, LogConfig
 from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig
 
@@ -39,13 +42,13 @@ class Config:
     train: TrainConfig = TrainConfig()
     lora: LoraConfig = LoraConfig()
     # Neither the layout nor what is written and measured shapes what is learnt.
-    parallel: Annotated[ParallelConfig, MayChangeOnResume()] = ParallelConfig()
+    parallel: ParallelConfig = setting(ParallelConfig(), resume=True)
     engine: EngineConfig = EngineConfig()
     replay: ReplayConfig = ReplayConfig()
-    eval: Annotated[EvalConfig, MayChangeOnResume()] = EvalConfig()
-    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume()] = CheckpointConfig()
-    log: Annotated[LogConfig, MayChangeOnResume()] = LogConfig()
-    debug: Annotated[DebugConfig, MayChangeOnResume()] = DebugConfig()
+    eval: EvalConfig = setting(EvalConfig(), resume=True)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), resume=True)
+    log: LogConfig = setting(LogConfig(), resume=True)
+    debug: DebugConfig = setting(DebugConfig(), resume=True)
 
     @property
     def uses_engine(self) -> bool:
@@ -86,6 +89,51 @@ class Config:
         return self.longest_sequence(context) - self.rollout.max_response_tokens
 
 
+SETTINGS: dict[str, Setting] = {}
+"""Every setting by its full name, "section.field"."""
+
+
+def _declare() -> None:
+    for section in fields(Config):
+        cls = type(getattr(Config(), section.name))
+        kinds = get_type_hints(cls)
+        of_section = section.metadata.get("setting", Setting())
+        for each in fields(cls):
+            declared = each.metadata or setting(each.default).metadata
+            found: Setting = declared["setting"]
+            name, resume = f"{section.name}.{each.name}", found.resume or of_section.resume
+            SETTINGS[name] = replace(found, name=name, kind=kinds[each.name], resume=resume)
+
+
+_declare()
+
+
+def help_of(name: str) -> str:
+    """What a setting is, its unit, and what special values mean."""
+    section, key = name.split(".")
+    return _help_texts(section)[key]
+
+
+@cache
+def _help_texts(section: str) -> dict[str, str]:
+    """The text under each setting of a section.
+
+    Read when help is asked for: at every start it would take longer than all else about settings.
+    """
+    cls = type(getattr(Config(), section))
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef), f"{cls.__name__} is not a class statement"
+    texts: dict[str, str] = {}
+    for field, below in pairwise(node.body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str() as text)),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Every setting by its full name: `{"model.path": ..., "model.dtype": ..., ...}`."""
     return {
@@ -120,3 +168,34 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         config,
         **{section: replace(getattr(config, section), **new) for section, new in sections.items()},
     )
+
+
+def fixed_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ although a run may not change them: name -> (value, the run's value).
+
+    Args:
+        old: the config the run was started with.
+        new: the config it is to be resumed with.
+    """
+    before, now = flatten(old), flatten(new)
+    return {
+        name: (now[name], before[name])
+        for name, setting in SETTINGS.items()
+        if now[name] != before[name] and not setting.may_change(old)
+    }
+
+
+_SHOWN_CHANGES = 12
+
+
+def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:
+    """A folder that has another run: what differs, one line each, and what to do."""
+    lines = [
+        f"      {name} = {now!r} (that run: {before!r})\n"
+        for name, (now, before) in list(changes.items())[:_SHOWN_CHANGES]
+    ]
+    if len(changes) > _SHOWN_CHANGES:
+        lines.append(f"      and {len(changes) - _SHOWN_CHANGES} more\n")
+    rule = "has a run with other settings, which may not change on resume:\n"
+    fix = fix or "set them back to continue that run, or start a new one with another --log.dir"
+    return Problem("log.dir", str(folder), rule + "".join(lines), fix)

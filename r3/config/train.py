@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from r3.config.rules import (
-    Above,
-    AtLeast,
-    Between,
-    Fix,
-    IsPath,
-    KeyValue,
-    Matches,
-    MayChangeOnResume,
-    ZeroOr,
-)
+from r3.config.fields import setting
 
 # Those that there is code for. This module imports nothing heavy, so it names them itself.
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSSES = ("ppo_clip", "pg", "gspo", "cispo", "minirl")
 
 
-def _one_of_or_own(names: tuple[str, ...]) -> Matches:
+def _one_of_or_own(names: tuple[str, ...]) -> dict[str, str]:
     """A built-in function by its name, or a function of a user's file."""
-    return Matches(
-        "|".join([*names, r".+\.py:[A-Za-z_]\w*"]),
-        f"one of {', '.join(names)}, or path/to/file.py:function",
-    )
+    return {
+        "pattern": "|".join([*names, r".+\.py:[A-Za-z_]\w*"]),
+        "words": f"one of {', '.join(names)}, or path/to/file.py:function",
+    }
 
 
 def _learning_rate_decays(config: Any) -> bool:
@@ -52,7 +42,7 @@ class AlgoConfig:
     pi / pi_old.
     """
 
-    advantage: Annotated[str, IsPath(), _one_of_or_own(ADVANTAGES)] = "grpo"
+    advantage: str = setting("grpo", path=True, **_one_of_or_own(ADVANTAGES))
     """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
     other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
     scaled over the step. Or your own, `path/to/file.py:function`."""
@@ -60,51 +50,48 @@ class AlgoConfig:
     """What a reward is compared with. prompt: all rewards of its prompt. step: if a workflow
     rewards each call, those of the sequences that have the same index in their episodes (step-wise
     GRPO)."""
-    dynamic_sampling: Annotated[int, AtLeast(0)] = 0
+    dynamic_sampling: int = setting(0, ge=0)
     """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
     signal (DAPO). Other groups are not trained on. 0: off."""
     dynamic_sampling_metric: Literal["correct", "reward"] = "correct"
     """Which groups have signal. correct: those in which the function that decides what is right
     (reward.correct) gives different values: in DAPO, neither all responses right nor all wrong.
     reward: those with different rewards, weights and overlong penalty included."""
-    overlong_buffer: Annotated[int, AtLeast(0)] = 0
+    overlong_buffer: int = setting(0, ge=0)
     """Soft overlong penalty (DAPO): the reward falls linearly over this many last tokens before
     rollout.max_response_tokens, which counts observations too. 0: off."""
-    overlong_penalty: Annotated[
-        float, Above(0), Fix("1.0; algo.overlong_buffer 0 disables the penalty")
-    ] = 1.0
+    overlong_penalty: float = setting(
+        1.0, gt=0, fix="1.0; algo.overlong_buffer 0 disables the penalty"
+    )
     """Penalty of a response of maximum length."""
     overlong_filter: bool = False
     """Leave truncated responses out of the loss. They still count in the baseline of their
     group."""
-    loss: Annotated[str, IsPath(), _one_of_or_own(LOSSES)] = "ppo_clip"
+    loss: str = setting("ppo_clip", path=True, **_one_of_or_own(LOSSES))
     """ppo_clip: minimum of r A and clipped r A. pg: A log pi. gspo: ppo_clip with the mean ratio of
     the response. cispo: clipped r as a constant weight. minirl: clipped pi / mu as a constant
     weight, tokens outside of the clip range masked. Or your own, `path/to/file.py:function`."""
-    args: Annotated[
-        tuple[str, ...],
-        KeyValue(
-            r"(?s)((loss|advantage)\.)?[A-Za-z_]\w*=.*",
-            "key=value, loss.key=value or advantage.key=value",
-        ),
-    ] = ()
+    args: tuple[str, ...] = setting(
+        (),
+        arguments=True,
+        pattern=r"(?s)((loss|advantage)\.)?[A-Za-z_]\w*=.*",
+        words="key=value, loss.key=value or advantage.key=value",
+    )
     """Keyword arguments of your loss and advantage, each key=value for all that have such a
     parameter, or loss.key=value or advantage.key=value; also a mapping. Values are JSON or Python
     literals, else text."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
     means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
-    clip_low: Annotated[float, Between(0, 1, exclude=(0,)), Fix("0.2 is common")] = 0.2
+    clip_low: float = setting(0.2, gt=0, le=1, fix="0.2 is common")
     """Lower clip range: r is bounded below at 1 - clip_low. gspo: 3e-4. cispo: 1, no lower
     bound."""
-    clip_high: Annotated[
-        float, Above(0), Fix("0.2 is symmetric, 0.28 is the clip-higher of DAPO")
-    ] = 0.28
+    clip_high: float = setting(0.28, gt=0, fix="0.2 is symmetric, 0.28 is the clip-higher of DAPO")
     """Upper clip range: r is bounded above at 1 + clip_high (clip-higher, arXiv 2503.14476). gspo:
     4e-4. minirl: 0.27. cispo: 3 to 5."""
-    clip_dual: Annotated[float, ZeroOr(Above(1)), Fix("0 disables it; 3.0 is common")] = 0.0
+    clip_dual: float = setting(0.0, zero=True, gt=1, fix="0 disables it; 3.0 is common")
     """ppo_clip: upper bound of r where A < 0 (dual clip, arXiv 1912.09729). 0: off."""
-    minirl_cap: Annotated[float, AtLeast(1, "without mismatch the weight is 1"), Fix("5.0")] = 5.0
+    minirl_cap: float = setting(5.0, ge=1, why="without mismatch the weight is 1", fix="5.0")
     """minirl: upper bound of pi / mu."""
     correction: Literal[
         "none",
@@ -119,24 +106,28 @@ class AlgoConfig:
     """Importance weight against the mismatch w = pi_old / mu. tis: min(w, high), per token or per
     response. mis and icepop: w, and 0 outside of [low, high]. geometric_mask: no loss for responses
     whose geometric mean of w is outside. bypass: no weight, and r = pi / mu."""
-    correction_low: Annotated[
-        float,
-        Between(0, 1, exclude=(1,), why="without mismatch the weight is 1"),
-        Fix("0 for the default of algo.correction, or 0.5"),
-    ] = 0.0
+    correction_low: float = setting(
+        0.0,
+        ge=0,
+        lt=1,
+        why="without mismatch the weight is 1",
+        fix="0 for the default of algo.correction, or 0.5",
+    )
     """Lower bound of the importance weights. 0: the default of the correction (sequence_mis and
     icepop 0.5, geometric_mask 0.999, token_mis none)."""
-    correction_high: Annotated[
-        float,
-        ZeroOr(AtLeast(1, "without mismatch the weight is 1")),
-        Fix("0 for the default of algo.correction, or 2.0"),
-    ] = 0.0
+    correction_high: float = setting(
+        0.0,
+        zero=True,
+        ge=1,
+        why="without mismatch the weight is 1",
+        fix="0 for the default of algo.correction, or 2.0",
+    )
     """Upper bound of the importance weights. 0: the default of the correction (tis and mis 2,
     icepop 5, geometric_mask 1.001)."""
-    entropy_coef: Annotated[float, AtLeast(0), Fix("0 disables the bonus; 0.001 is common")] = 0.0
+    entropy_coef: float = setting(0.0, ge=0, fix="0 disables the bonus; 0.001 is common")
     """Weight of the entropy bonus. The entropy of the policy's distribution at rollout.temperature,
     times this, is subtracted from the loss of every token. 0: off."""
-    kl_coef: Annotated[float, AtLeast(0), Fix("0 disables the KL penalty")] = 0.0
+    kl_coef: float = setting(0.0, ge=0, fix="0 disables the KL penalty")
     """Weight of the KL penalty to the reference policy, which is the initial model. 0: off, and no
     reference weights are kept."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -145,11 +136,11 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
-    teacher: Annotated[tuple[str, ...], IsPath()] = ()
+    teacher: tuple[str, ...] = setting((), path=True)
     """Hugging Face checkpoints with the policy's tokenizer, of any size, as folders or
     hub:OWNER/NAME[@REVISION]: one per path of data.path, or one for all. Their log-probabilities of
     the sampled tokens add to the advantages (on-policy distillation). Empty: none."""
-    teacher_coef: Annotated[float, Above(0), Fix("1.0; without algo.teacher there is none")] = 1.0
+    teacher_coef: float = setting(1.0, gt=0, fix="1.0; without algo.teacher there is none")
     """Weight of log pi_teacher - log pi_old in the advantage of a token."""
 
     @property
@@ -172,36 +163,30 @@ class TrainConfig:
     """rl: rewards of sampled responses. sft: supervised fine-tuning on the assistant messages of
     rollout.prompts_per_step rows per step; no engine is built unless eval.path is set. distill:
     sampled responses learn from algo.teacher alone."""
-    steps: Annotated[
-        int,
-        AtLeast(1),
-        MayChangeOnResume(
-            unless=_learning_rate_decays, exception="unless train.lr_schedule decays"
-        ),
-    ] = 100
+    steps: int = setting(
+        100, ge=1, resume=True, unless=(_learning_rate_decays, "unless train.lr_schedule decays")
+    )
     """Number of steps. A step is one round of generation and its updates."""
-    patience: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    patience: int = setting(0, ge=0, resume=True)
     """Evaluations in a row that are not better than the best by checkpoint.keep_best, after which
     the run ends, as after its last step (early stopping). 0: the run makes all steps."""
-    lr: Annotated[float, Above(0), Fix("1e-6 is common for models of billions of parameters")] = (
-        1e-6
-    )
+    lr: float = setting(1e-6, gt=0, fix="1e-6 is common for models of billions of parameters")
     """Peak learning rate of AdamW."""
-    warmup_updates: Annotated[int, AtLeast(0)] = 0
+    warmup_updates: int = setting(0, ge=0)
     """Optimizer updates of linear warm-up from 0."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or a decay to min_lr at the last update."""
-    min_lr: Annotated[float, AtLeast(0), Fix("0 decays to zero")] = 0.0
+    min_lr: float = setting(0.0, ge=0, fix="0 decays to zero")
     """Final learning rate of a decaying schedule."""
-    weight_decay: Annotated[float, AtLeast(0), Fix("0 disables it")] = 0.0
+    weight_decay: float = setting(0.0, ge=0, fix="0 disables it")
     """Decoupled weight decay of AdamW, of matrices. Biases and other vectors have none."""
-    beta1: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.9")] = 0.9
+    beta1: float = setting(0.9, ge=0, lt=1, fix="0.9")
     """First-moment decay of AdamW."""
-    beta2: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.95")] = 0.95
+    beta2: float = setting(0.95, ge=0, lt=1, fix="0.95")
     """Second-moment decay of AdamW."""
-    clip_grad: Annotated[float, AtLeast(0), Fix("0 disables clipping, 1.0 is common")] = 1.0
+    clip_grad: float = setting(1.0, ge=0, fix="0 disables clipping, 1.0 is common")
     """Maximum global gradient norm. 0: no clipping."""
-    optimizer: Annotated[Literal["kept", "resident", "streamed"], MayChangeOnResume()] = "resident"
+    optimizer: Literal["kept", "resident", "streamed"] = setting("resident", resume=True)
     """Where AdamW's state is. resident: on the device while the policy trains, in host memory while
     the engine generates. kept: always on the device, where there is room for both. streamed: in
     host memory; every update brings it to the device in parts and takes it back. The updates are
@@ -209,24 +194,25 @@ class TrainConfig:
     freeze: tuple[str, ...] = ()
     """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
     initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""
-    updates_per_step: Annotated[int, AtLeast(1)] = 1
+    updates_per_step: int = setting(1, ge=1)
     """Optimizer updates per step and epoch. Each takes an equal share of the rollouts."""
-    epochs_per_step: Annotated[int, AtLeast(1)] = 1
+    epochs_per_step: int = setting(1, ge=1)
     """Times that the rollouts of a step are trained on. Each epoch makes the same updates in the
     same order. Old log-probabilities, advantages and routes are those of the rollouts."""
-    micro_batch_tokens: Annotated[
-        int,
-        AtLeast(1),
-        MayChangeOnResume(
-            unless=_micro_batch_bounds_prompts,
-            exception="unless it bounds prompts, which data.max_prompt_tokens avoids",
+    micro_batch_tokens: int = setting(
+        16384,
+        ge=1,
+        resume=True,
+        unless=(
+            _micro_batch_bounds_prompts,
+            "unless it bounds prompts, which data.max_prompt_tokens avoids",
         ),
-    ] = 16384
+    )
     """Packed tokens of one forward and backward pass per rank."""
-    logprob_chunk_tokens: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1024
+    logprob_chunk_tokens: int = setting(1024, ge=0, resume=True)
     """Tokens whose logits are in memory at a time, in scoring and in training. 0: those of a whole
     micro-batch, which the backward pass keeps and does not compute again."""
-    seed: Annotated[int, Between(0, 2**31 - 1), Fix("any small number")] = 0
+    seed: int = setting(0, ge=0, le=2**31 - 1, fix="any small number")
     """Seed of data order and sampling: the same seed gives the same run."""
 
     @property
@@ -250,25 +236,25 @@ class ReplayConfig:
     on_missing: Literal["error", "live"] = "error"
     """What to do with a token without a captured route. error: stop the run. live: route it live
     and count it."""
-    min_coverage: Annotated[
-        float, Between(0, 1), Fix("0.99, or 0 to accept any gap"), MayChangeOnResume()
-    ] = 0.99
+    min_coverage: float = setting(0.99, ge=0, le=1, fix="0.99, or 0 to accept any gap", resume=True)
     """With on_missing live: stop the run when a smaller fraction of a step's tokens has captured
     routes."""
     reference: bool = False
     """Replay routes in the reference policy too. false: its KL to the policy is not 0 at step 0."""
-    shadow_every: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1
+    shadow_every: int = setting(1, ge=0, resume=True)
     """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). 0:
     never."""
-    shadow_frac: Annotated[float, Between(0, 1, exclude=(0,)), MayChangeOnResume()] = 0.04
+    shadow_frac: float = setting(0.04, gt=0, le=1, resume=True)
     """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs one
     forward pass over them: 0.04 costs less than 3 % of the time of training, except for tiny
     models."""
-    plausibility: Annotated[
-        float,
-        Between(0, 1, why="it is a fraction of the gate score of the weakest live expert"),
-        Fix("0 replays every route as it is"),
-    ] = 0.0
+    plausibility: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        why="it is a fraction of the gate score of the weakest live expert",
+        fix="0 replays every route as it is",
+    )
     """Minimum gate score of a replayed expert, as a fraction of that of the weakest live expert. A
     replayed expert below it is replaced by the best live one and counted (routing/replaced_frac).
     0: every route is kept."""

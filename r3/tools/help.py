@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from r3.config import SETTINGS, Config, shown
+from r3.config import SETTINGS, Config, help_of, shown
 from r3.configs import PRESETS
 from r3.metrics.console import COLUMNS, LEFT
 from r3.models.families import FAMILIES, PROOFS
@@ -131,9 +131,9 @@ def _give_tyro_the_texts() -> None:
     for section in fields(Config):
         for each in fields(type(getattr(Config(), section.name))):
             setting = SETTINGS[f"{section.name}.{each.name}"]
-            words = str(setting.rule or "")
+            words = setting.rule
             rule = f" {words[0].upper()}{words[1:]}." if words else ""
-            each.metadata = MappingProxyType({"help": setting.help + rule})
+            each.metadata = MappingProxyType({"help": help_of(setting.name) + rule})
 
 
 def _registry() -> ConstructorRegistry:

@@ -10,6 +10,8 @@ import pytest
 
 from r3 import checks
 from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.config import ADVANTAGES as ADVANTAGE_NAMES
+from r3.config import LOSSES as LOSS_NAMES
 from r3.config import (
     SETTINGS,
     ConfigError,
@@ -17,8 +19,6 @@ from r3.config import (
     with_values,
 )
 from r3.config.arguments import keyword_arguments
-from r3.config.train import ADVANTAGES as ADVANTAGE_NAMES
-from r3.config.train import LOSSES as LOSS_NAMES
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
