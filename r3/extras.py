@@ -13,6 +13,8 @@ one when it is needed, and says when that is.
 | `tools.header` | every start: the lines before the first step |
 | `tools.step_trace` | `debug.profile` |
 | `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
+| `tools.tensorboard` | `log.tensorboard` |
+| `tools.trackers` | `log.tracker` |
 | `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
@@ -177,6 +179,27 @@ def check() -> ModuleType:
     from r3.tools import check
 
     return check
+
+
+def tensorboard(*given: Any) -> Any:
+    """The writer of TensorBoard's events (r3.tools.tensorboard)."""
+    from r3.tools.tensorboard import Events
+
+    return Events(*given)
+
+
+def sample_markdown(row: Mapping[str, Any]) -> str:
+    """A row of a dump as TensorBoard and trackers show it."""
+    from r3.tools.tensorboard import sample_markdown
+
+    return sample_markdown(row)
+
+
+def tracker(config: Config, run_id: str) -> Any:
+    """The writer of `log.tracker` (r3.tools.trackers)."""
+    from r3.tools.trackers import Tracker
+
+    return Tracker(config, run_id)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Any:

@@ -260,13 +260,13 @@ def metrics() -> str:
     parts = [GENERATED, METRICS, f"{CONSOLE_PAGE}\n{table(heads, columns)}\n"]
     for area in areas:
         rows = [
-            (f"`{key}`", entry.formula, entry.source)
-            for key, entry in GLOSSARY.items()
+            (f"`{key}`", meaning)
+            for key, meaning in GLOSSARY.items()
             if key.partition("/")[0] == area
         ]
         if rows:
             heading = AREAS.get(area, area)
-            parts.append(f"## {heading}\n\n{table(('metric', 'meaning', 'source'), rows)}\n")
+            parts.append(f"## {heading}\n\n{table(('metric', 'meaning'), rows)}\n")
     return "\n".join(parts)
 
 

@@ -18,7 +18,7 @@ from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.envs.calls import announced, require_same
 from r3.envs.workflow import Model, ModelLimit, Workflow
-from r3.metrics.users import checked_metrics
+from r3.metrics.glossary import checked_metrics
 from r3.types import Prompt
 from r3.user_code.calls import CallError, CallTimeout
 from r3.user_code.values import number, own_copy

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from r3.metrics.users import checked_metrics
+from r3.metrics.glossary import checked_metrics
 from r3.runtime.process_state import restored
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError, awaited

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +13,30 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
 
+from r3 import extras
 from r3.config import Config
 from r3.metrics.console import Console
-from r3.metrics.glossary import LAYER_AGREEMENT, explain
-from r3.metrics.heatmap import STEPS, heat_strip
-from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial, UsersMean
-from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
-from r3.metrics.trackers import Tracker
+from r3.metrics.glossary import explain
+from r3.metrics.reduce import LogHistogram, Max, Partial, UsersMean
 
 if TYPE_CHECKING:
     from r3.runtime.mesh import Axis
 
-# Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch
-# panels.
+
+class TrackerError(RuntimeError):
+    """The experiment tracker could not start."""
+
+
+class Writer(Protocol):
+    """Shows rows and samples elsewhere: TensorBoard, or an experiment tracker."""
+
+    def log(
+        self, row: Mapping[str, float], step: int, histograms: Mapping[str, np.ndarray]
+    ) -> None: ...
+
+    def log_samples(self, texts: Mapping[str, str], step: int) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
 
 
 class RunFiles(Protocol):
@@ -76,7 +86,7 @@ class Meter:
         *,
         on_phase: Callable[[str], None] = lambda phase: None,
         first_step: int = 0,
-        tracker: Tracker | None = None,
+        tracker: Writer | None = None,
         trace: Trace | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -87,21 +97,18 @@ class Meter:
             is_leader=axis.rank == 0, progress=config.log.progress, stream=stream
         )
         self._run_dir = run_dir if axis.rank == 0 else None
-        self._tracker, self._trace = tracker, trace
+        self._trace = trace
+        self._writers = [tracker] if tracker else []
+        if self._run_dir and config.log.tensorboard:
+            self._writers.append(
+                extras.tensorboard(
+                    self._run_dir.tensorboard, first_step, config.eval.name, self.console.line
+                )
+            )
         self.last_row: dict[str, float] = {}
         self._unwritten: list[dict[str, float]] = []  # rows for which the disk had no room
         self._has_written = False
-        self._events: Any = None
-        if self._run_dir and config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # A resumed run hides what the killed one wrote after the checkpoint it resumes from.
-            purge_step = first_step + 1 if first_step else None
-            self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
-            self._excepthook, threading.excepthook = threading.excepthook, self._end_of_thread
-            self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
         self.last_step = first_step if first_step else -1  # a fresh run may report a step 0
-        self._agreement: deque[tuple[int, dict[int, float]]] = deque(maxlen=STEPS)
         self._parts: dict[str, list[Partial]] = {}
         self._seconds: dict[str, float] = {}
         self._open_phases: list[str] = []
@@ -204,11 +211,8 @@ class Meter:
                 self._write_rows()
             except OSError as error:
                 self.console.line(f"row of step {step} not written: {error}; it is kept")
-        if self._events:
-            with self._events_may_end():
-                self._write_events(row, step, _histograms(ranks))
-        if self._tracker:
-            self._tracker.log(row, step)
+        for writer in self._writers:
+            writer.log(row, step, _histograms(ranks))
         self.console.row(row, step, self._steps, self._eta_s(row, step))
         self._beat()
         return row
@@ -222,45 +226,6 @@ class Meter:
             self._has_written = True
             del self._unwritten[0]
 
-    def _end_of_thread(self, args: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread raises the error in `_write_events`, too: no traceback beside it."""
-        module = type(args.thread).__module__
-        if not (module.startswith("tensorboard.") and issubclass(args.exc_type, OSError)):
-            self._excepthook(args)
-
-    @contextmanager
-    def _events_may_end(self) -> Iterator[None]:
-        """TensorBoard's writer cannot continue after a full disk; the run can."""
-        try:
-            yield
-        except OSError as error:
-            self.console.line(f"TensorBoard's events end here: {error}")
-            self._events = None
-
-    def _write_events(
-        self, row: Mapping[str, float], step: int, histograms: Mapping[str, np.ndarray]
-    ) -> None:
-        by_layer = {
-            int(key.removeprefix(LAYER_AGREEMENT)): row[key]
-            for key in row
-            if key.startswith(LAYER_AGREEMENT)
-        }
-        for key, value in row.items():
-            # A picture instead of as many curves as layers; the report has one of the load.
-            if "_layer/" not in key:
-                self._events.add_scalar(key, value, global_step=step)
-        if by_layer:
-            self._agreement.append((step, by_layer))
-            self._events.add_image(
-                LAYER_AGREEMENT.rstrip("/"),
-                heat_strip(self._agreement),
-                global_step=step,
-                dataformats="HWC",
-            )
-        for key, values in histograms.items():
-            self._events.add_histogram(key, values, global_step=step, bins=LOG10_EDGES)
-        self._events.flush()
-
     def _eta_s(self, row: Mapping[str, float], step: int) -> float | None:
         """Seconds until the last step ends without evaluations, from the latest steps."""
         if "time/step_s" not in row or step == 0:
@@ -272,20 +237,13 @@ class Meter:
         """Give TensorBoard and the tracker the text of a few rows of a dump: the best, the worst
         and a middle one by reward.
         """
-        if not rows:
-            return
-        by_reward = sorted(rows, key=lambda row: row["reward"])
-        chosen = {
-            "worst": by_reward[0],
-            "middle": by_reward[len(rows) // 2],
-            "best": by_reward[-1],
-        }
-        texts = {name: sample_markdown(row) for name, row in chosen.items()}
-        if self._tracker:
-            self._tracker.log_samples(texts, step)
-        with self._events_may_end():
-            for name, text in texts.items() if self._events else ():
-                self._events.add_text(f"samples/{name}", text, global_step=step)
+        if rows and self._writers:
+            ordered = sorted(rows, key=lambda row: row["reward"])
+            middle = ordered[len(rows) // 2]
+            chosen = {"worst": ordered[0], "middle": middle, "best": ordered[-1]}
+            texts = {name: extras.sample_markdown(row) for name, row in chosen.items()}
+            for writer in self._writers:
+                writer.log_samples(texts, step)
 
     def __enter__(self) -> Meter:
         return self
@@ -304,13 +262,8 @@ class Meter:
         except OSError:
             if not failed:
                 raise
-        if self._events:
-            with self._events_may_end():
-                self._events.close()
-        if threading.excepthook == self._end_of_thread:
-            threading.excepthook = self._excepthook
-        if self._tracker:
-            self._tracker.close(failed=failed)
+        for writer in self._writers:
+            writer.close(failed=failed)
 
     def _beat(self) -> None:
         self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from r3.data.numbers import final_number
-from r3.metrics.users import checked_metrics
+from r3.metrics.glossary import checked_metrics
 from r3.runtime.terminal import say
 from r3.types import Prompt
 from r3.user_code.calls import CallError

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.tool_calls import Parse, Parsed
-from r3.metrics.users import REFUSED
+from r3.metrics.glossary import REFUSED
 from r3.rewards.scorer import RewardResult
 from r3.rollout.conversation import ConversationRules
 from r3.types import Message, Prompt, Rollout

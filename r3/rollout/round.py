@@ -12,8 +12,8 @@ from typing import Any, cast
 from r3 import extras
 from r3.engine import Sampled, Turn
 from r3.envs.runner import Environments
+from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum
-from r3.metrics.users import REFUSED
 from r3.rewards.scorer import RewardResult, Scorer
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation

@@ -17,8 +17,8 @@ from r3.algo.sums import are_equal
 from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
+from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum
-from r3.metrics.users import REFUSED
 from r3.rollout.collect import Collector, is_cut, limit_notes, rollout_metrics
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from r3 import extras
 from r3.config import Config
 from r3.engine import Engine, forget_engine
-from r3.metrics.meter import Meter
-from r3.metrics.trackers import Tracker
+from r3.metrics.meter import Meter, Writer
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
 from r3.run.ends import StopRequest
@@ -181,7 +180,7 @@ def build_run(
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
     watchdog: Watchdog | None = None,
-    tracker: Tracker | None = None,
+    tracker: Writer | None = None,
     small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Run:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.

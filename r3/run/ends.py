@@ -19,7 +19,7 @@ import torch
 
 from r3.data.prompts import DataError
 from r3.engine import DeviceMemoryError, EngineConfigError
-from r3.metrics.trackers import TrackerError
+from r3.metrics.meter import TrackerError
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError

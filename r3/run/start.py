@@ -13,7 +13,7 @@ from pathlib import Path
 from r3 import extras
 from r3.config import Config, flatten
 from r3.metrics.console import stage
-from r3.metrics.trackers import Tracker
+from r3.metrics.meter import Writer
 from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
@@ -136,12 +136,12 @@ def _build(prepared: Prepared) -> Run:
     return run
 
 
-def start_tracker(config: Config, start: Start) -> Tracker | None:
+def start_tracker(config: Config, start: Start) -> Writer | None:
     """The tracker of the run on rank 0; None if there is none, and for an evaluation alone."""
     if config.log.tracker == "none" or start.identity is None:
         return None
     with stage(f"starting {config.log.tracker}"):
-        return Tracker(config, start.identity.tracker_id)
+        return extras.tracker(config, start.identity.tracker_id)
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:

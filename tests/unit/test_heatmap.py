@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.metrics.heatmap import LOW, STEPS, Grid, heat_strip, scale_end
+from r3.tools.tensorboard import LOW, STEPS, Grid, heat_strip, scale_end
 
 pytestmark = pytest.mark.unit
 

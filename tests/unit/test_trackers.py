@@ -11,7 +11,8 @@ import pytest
 
 from r3.checks import problems
 from r3.config import Config
-from r3.metrics.trackers import CLIENTS, Tracker, TrackerError, public_settings
+from r3.metrics.meter import TrackerError
+from r3.tools.trackers import CLIENTS, Tracker, public_settings
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -15,8 +15,7 @@ from typing import Any
 import r3
 from r3.config import Config, as_typed, flatten
 from r3.data.tokenizer import load_tokenizer
-from r3.metrics.glossary import UnknownMetricError, explain
-from r3.metrics.users import is_users
+from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
 from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
@@ -232,7 +231,7 @@ def _number(value: float | None) -> float | None:
 
 def _formula(key: str) -> str:
     try:
-        return explain(key).formula
+        return explain(key)
     except UnknownMetricError:  # written by another version
         return ""
 

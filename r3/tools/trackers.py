@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3.config import Config, flatten
+from r3.metrics.meter import TrackerError
 from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
 _FINISH_S = 60.0
 _PRIVATE = ("reward.url", "reward.request", "env.command")
 _TAG = "r3.run_id"  # by which MLflow finds a run again
-
-
-class TrackerError(RuntimeError):
-    """The experiment tracker could not start."""
 
 
 class Client(Protocol):
@@ -189,8 +186,8 @@ class Tracker:
             ) from (error if started.done() else None)
         self._client = started.result()
 
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        """Send the metrics of a step."""
+    def log(self, row: Mapping[str, float], step: int, histograms: object = None) -> None:
+        """Send the metrics of a step, without histograms."""
         self._later(lambda: self._client.log(row, step))
 
     def log_samples(self, samples: Mapping[str, str], step: int) -> None:
