@@ -160,7 +160,8 @@ def grouped() -> Figures:
 
 def kernels() -> Figures:
     """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
-    from r3.kernels import logits, moe, norm_rope
+    from r3.backends import expert_kernels
+    from r3.layers import kernels
 
     slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device=device().torch, dtype=torch.bfloat16)
@@ -170,14 +171,14 @@ def kernels() -> Figures:
     of_targets = (torch.randn(tokens, 3001, **half), places[:, 0] % 2990, 2990, 1 / 0.7)
     top, total, *per_token = torch.rand(6, tokens, device=device().torch).add_(1).unbind()
     arguments: dict[Callable[..., Any], tuple[Any, ...]] = {
-        moe.weighted_swiglu: (both, gates),
-        moe.weighted_swiglu_backward: (both, gates, torch.randn(slots, width, **half)),
-        moe.sum_rows: (torch.randn(slots, hidden, **half), places),
-        logits.logit_sums: of_targets,
-        logits.logit_gradient: (*of_targets, top, total, *per_token, False),
-        norm_rope.norm: (both, both[0], 1e-6),
-        norm_rope.norm_backward: (both, both[0], gates, both.flip(0)),
-        norm_rope.turn: (
+        expert_kernels.weighted_swiglu: (both, gates),
+        expert_kernels.weighted_swiglu_backward: (both, gates, torch.randn(slots, width, **half)),
+        expert_kernels.sum_rows: (torch.randn(slots, hidden, **half), places),
+        kernels.logit_sums: of_targets,
+        kernels.logit_gradient: (*of_targets, top, total, *per_token, False),
+        kernels.norm: (both, both[0], 1e-6),
+        kernels.norm_backward: (both, both[0], gates, both.flip(0)),
+        kernels.turn: (
             both.view(slots, 20, -1),
             *torch.randn(2, slots, 1, 70, **half).unbind(),
             -1,

@@ -19,6 +19,7 @@ one when it is needed, and says when that is.
 | `lora` | `lora.rank` |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math |
+| `backends` | `model.experts` fused; exchanges between data-parallel ranks |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
 """
@@ -46,6 +47,20 @@ def experts(*, is_cuda: bool) -> type[Any]:
     return FusedExperts
 
 
+def dispatch() -> ModuleType:
+    """What brings tokens to fused experts: r3.backends.dispatch."""
+    from r3.backends import dispatch
+
+    return dispatch
+
+
+def exchange_without_copies(wrapped: list[Any]) -> None:
+    """Replace Megatron's collectives of gradients and parameters where they copy for nothing."""
+    from r3.backends.exchange import exchange_without_copies
+
+    exchange_without_copies(wrapped)
+
+
 def triton_kernels() -> ModuleType:
     """Kernels for tensors on CUDA, by the names of the operators in torch.ops.r3."""
     from r3.backends.cuda import triton_kernels
@@ -58,6 +73,13 @@ def make_engine_exact(modules: Sequence[Any]) -> None:
     from r3.backends.cpu.engine_layers import replace_layers
 
     replace_layers(modules)
+
+
+def slot_routes(llm: Any) -> Any:
+    """Routes by KV slot: capture in an engine on CPU (r3.backends.cpu.route_slots)."""
+    from r3.backends.cpu.route_slots import SlotRoutes
+
+    return SlotRoutes(llm)
 
 
 def share_gloo_thread() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from r3.kernels.logits import halves_of
+from r3.layers.kernels import halves_of
 from r3.policy.logprobs import _float32_product, product_of_halves
 
 

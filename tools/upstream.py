@@ -98,7 +98,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "output": ("vllm.outputs.RequestOutput",),
         "completion": ("vllm.outputs.CompletionOutput",),
     },
-    "r3/engine/route_slots.py": _LLM
+    "r3/backends/cpu/route_slots.py": _LLM
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
         "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
@@ -127,7 +127,6 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "r3/policy/build.py": {"optimizer": _MODELS["optimizer"]},
     "r3/layers/attention.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/layers/grouped_experts.py": {"pg_collection": _MODELS["pg_collection"]},
-    "r3/layers/context_parallel.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/runtime/mesh.py": {"groups": _MODELS["groups"]},
     "r3/routing/replay.py": {
         "router": ("megatron.core.transformer.moe.router.TopKRouter",),
@@ -162,7 +161,7 @@ OPTIONAL = {
     "megatron.core.tensor_parallel.random.activation_recompute_forward",
     "megatron.core.tensor_parallel.random.fp8_autocast",
 }
-# What `r3.policy.pipeline_stages.KnownShapes` takes for granted, besides signatures: how Megatron's
+# What `r3.policy.scoring.KnownShapes` takes for granted, besides signatures: how Megatron's
 # stages exchange tensors. `#body` is a digest of a function, `#exchanges` its calls of the
 # communicator in the order of the text.
 _PIPELINE = "megatron.core.pipeline_parallel"

@@ -28,8 +28,8 @@ from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import ReadsRows, read_rows
-from r3.kernels.switch import switch_notes, switch_problems
 from r3.models.shape import ModelShape
+from r3.runtime.kernel_switch import switch_notes, switch_problems
 
 
 @dataclass(frozen=True)

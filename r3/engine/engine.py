@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3 import extras
 from r3.engine.build import build_llm
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
-from r3.engine.route_slots import SlotRoutes
 from r3.engine.sampler import Sampler
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weight_push import push
@@ -102,7 +102,7 @@ class Engine:
         )
         # vLLM's own looks for stop strings, and may read tokenizer.json otherwise.
         self.llm.llm_engine.output_processor.tokenizer = tokenizer
-        self._routes = SlotRoutes(self.llm) if self.capture and not device.is_cuda else None
+        self._routes = extras.slot_routes(self.llm) if self.capture and not device.is_cuda else None
         self._sleeper = Sleeper(self.llm, device, share)
         self.sleep()
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from r3.data.conversation import half_character
-from r3.engine.route_slots import SlotRoutes
+
+
+class Routes(Protocol):
+    """Routes of the requests that ended; `r3.backends.cpu.route_slots.SlotRoutes` keeps them."""
+
+    def take(self, request_id: str) -> np.ndarray: ...
+
+    def clear(self) -> None: ...
+
 
 _LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it
 _MOST_STOPS = 64  # vLLM looks for each of them after each token
@@ -115,7 +123,7 @@ class Sampler:
     """Turns in flight in one engine. All ranks of one engine must add the same turns and step
     together."""
 
-    def __init__(self, core: Any, routes: SlotRoutes | None = None) -> None:
+    def __init__(self, core: Any, routes: Routes | None = None) -> None:
         """Take vLLM's `LLMEngine`, which must be idle.
 
         Args:

@@ -14,8 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from r3.layers.attention import CausalAttention
-from r3.layers.context_parallel import ContextParallelAttention
+from r3.layers.attention import CausalAttention, ContextParallelAttention
 from r3.layers.delta import GatedDelta
 from r3.layers.norms import CentredNorm, KeyHeadsNorm, LatentNorm, QueryHeadsNorm, RMSNorm
 from r3.models.shape import ModelShape

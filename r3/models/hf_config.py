@@ -17,7 +17,7 @@ class ShapeError(ValueError):
 class RopeScaling:
     """How rotary frequencies are slowed down for a context longer than that of pre-training.
 
-    The formulas are in `r3.layers.rope`. A wavelength is classified by how often it fits into the
+    The formulas are in `r3.layers.norms`. A wavelength is classified by how often it fits into the
     original context.
 
     Attributes:

@@ -29,14 +29,11 @@ from r3 import extras
 from r3.config import Config, TrainConfig
 from r3.layers.attention import CausalAttention
 from r3.layers.decoder import decoder_spec
-from r3.layers.dispatch import TokenDispatcher
 from r3.layers.grouped_experts import GroupedExperts
-from r3.layers.matmul import use_product
-from r3.layers.norms import AllHeadsNorm
-from r3.layers.rope import inverse_frequencies
+from r3.layers.kernels import use_product
+from r3.layers.norms import AllHeadsNorm, inverse_frequencies
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
-from r3.policy.exchange import exchange_without_copies
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
 from r3.policy.transformer_config import DTYPES
@@ -127,7 +124,9 @@ def _build_chunk(
         elif isinstance(module, GroupedExperts):
             module.recomputes_activation = config.model.recompute == "selective"
         elif isinstance(module, MoELayer) and kind == "fused":
-            module.token_dispatcher = TokenDispatcher(module, mesh.megatron, mesh.ep)
+            module.token_dispatcher = extras.dispatch().TokenDispatcher(
+                module, mesh.megatron, mesh.ep
+            )
         elif isinstance(module, Router):
             # The engine's router rounds its logits.
             if config.model.router_logits == "engine" and not shape.engine_router_fp32:
@@ -264,7 +263,7 @@ def wrap(
     for each in chained(optimizer):
         for group in each.optimizer.param_groups:
             group["fused"] = True
-    exchange_without_copies(wrapped)
+    extras.exchange_without_copies(wrapped)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.

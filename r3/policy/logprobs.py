@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from r3.kernels import logits  # noqa: F401  (defines torch.ops.r3)
-from r3.layers.matmul import product
+from r3.layers.kernels import product
 from r3.runtime.mesh import Axis
 
 

@@ -11,7 +11,6 @@ import torch
 
 from r3 import extras
 from r3.config import Config
-from r3.layers.dispatch import size_plan
 from r3.layers.layout import LocalTokens
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
@@ -72,7 +71,9 @@ class Policy(ScoringPolicy):
             shape.moe_layers,
             mesh.pp,
             plausibility=config.replay.plausibility,
-            plan=size_plan(mesh.ep, shape.num_experts // mesh.ep.size) if planned else None,
+            plan=extras.dispatch().size_plan(mesh.ep, shape.num_experts // mesh.ep.size)
+            if planned
+            else None,
         )
         self.wrapped, self.optimizer, self._frozen = wrap(
             config, self.megatron, chunks, shape, mesh

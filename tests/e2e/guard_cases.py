@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from r3.backends.cpu.engine_layers import normalise_in_one_call, rotate_to_nearest
+from r3.backends.cpu.route_slots import SlotRoutes
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
 from r3.engine.experts import ExpertBlock
-from r3.engine.route_slots import SlotRoutes
 from r3.layers.norms import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.kernels import moe
-from r3.layers.windows import Attention, Flash, Plain
+from r3.backends import expert_kernels
+from r3.layers.attention import Attention, Flash, Plain
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint
@@ -105,7 +105,7 @@ def test_kernels_of_fused_experts_equal_plain_torch(name: str, dtype: torch.dtyp
         "sum_rows": (both, torch.randint(0, 120, (33, 5))),
     }[name]
     found = getattr(torch.ops.r3, name)(*(one.to(device) for one in given))
-    expected = getattr(moe, name)(*given)
+    expected = getattr(expert_kernels, name)(*given)
     # Sums have the same order. The exponential differs in its last bits (2^-23), which seldom moves
     # a result to the next bfloat16 (2^-8).
     bound = 0.0 if name == "sum_rows" else 1e-6 if dtype == torch.float32 else 1e-3

@@ -17,7 +17,7 @@ from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring
 from r3.policy.memory import chained
-from r3.policy.pipeline_stages import KnownShapes
+from r3.policy.scoring import KnownShapes
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load
 from r3.run import checkpoint

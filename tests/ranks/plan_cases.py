@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from r3.layers.dispatch import TokenDispatcher
+from r3.backends.dispatch import TokenDispatcher
 from r3.runtime.device import Device
 from r3.types import Batch, MicroBatch
 from tests.errors import message_of

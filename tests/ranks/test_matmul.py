@@ -31,7 +31,7 @@ class Products(TorchDispatchMode):
 
 def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) -> dict[str, int]:
     """Count the products of a forward and backward pass."""
-    from r3.layers import matmul
+    from r3.layers import kernels as matmul
 
     matmul._HAS_BFLOAT16 = has_bfloat16
     config = tiny_config(

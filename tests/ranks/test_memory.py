@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3.layers.dispatch import first_set
+from r3.backends.dispatch import first_set
 from tests.ranks import memory_cases
 from tests.world import run_world
 

@@ -32,7 +32,6 @@ PACKAGES = (
         "models",
         "algo",
         "runtime",
-        "kernels",
         "user_code",
         "data",
         "metrics",
@@ -64,7 +63,7 @@ EXTRAS = {"agents", "backends", "judges", "lora", "objectives", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
-    "vllm": ("r3/engine/", "r3/backends/cpu/engine_layers.py"),
+    "vllm": ("r3/engine/", "r3/backends/cpu/"),
     "megatron": (
         "r3/layers/",
         "r3/backends/",

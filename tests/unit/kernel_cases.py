@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from r3.kernels import logits, moe, norm_rope
+from r3.backends import expert_kernels
+from r3.layers import kernels
 
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(11, 24, 40, 5, 3), (1, 7, 9, 1, 1), (5, 1030, 1500, 3, 8), (0, 8, 16, 4, 2)]
@@ -54,7 +55,7 @@ def results(module: Any, name: str, arguments: tuple[Any, ...]) -> list[torch.Te
 
 def expected(name: str, arguments: tuple[Any, ...], device: str) -> list[torch.Tensor]:
     """What plain torch returns. The interpreter rounds to bfloat16 by cutting bits off."""
-    rounded = results(moe, name, arguments)
+    rounded = results(expert_kernels, name, arguments)
     if device != "cpu":
         return rounded
     wide = tuple(one.float() if one.dtype == torch.bfloat16 else one for one in arguments)
@@ -62,7 +63,7 @@ def expected(name: str, arguments: tuple[Any, ...], device: str) -> list[torch.T
         (exact.contiguous().view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
         if one.dtype == torch.bfloat16
         else one
-        for one, exact in zip(rounded, results(moe, name, wide), strict=True)
+        for one, exact in zip(rounded, results(expert_kernels, name, wide), strict=True)
     ]
 
 
@@ -109,7 +110,7 @@ def output_layer(device: str) -> Iterator[dict[str, Any]]:
             values_NV = (values_NV + torch.linspace(90, 110, width)).to(dtype).to(device)
             index = torch.randint(width, (count,), generator=generator).to(device)
             rows = torch.randn(4, count, generator=generator, dtype=torch.float64).to(device)
-            top, total, *_ = logits.logit_sums(values_NV.double(), index, columns, SCALE)
+            top, total, *_ = kernels.logit_sums(values_NV.double(), index, columns, SCALE)
             # Other ranks have values_NV too, so that none of the largest is padding.
             numbers = [top.clamp_min(100.0), total, *rows]
             cases: dict[str, tuple[Any, ...]] = {
@@ -119,7 +120,7 @@ def output_layer(device: str) -> Iterator[dict[str, Any]]:
                 "gradient in halves": (*numbers, True),
             }
             for name, more in cases.items():
-                exact = _computed(logits, torch.float64, values_NV, index, columns, more)
+                exact = _computed(kernels, torch.float64, values_NV, index, columns, more)
                 given, wide = (values_NV, index, columns, more), torch.float32
                 elsewhere = (index + 1) % width
                 yield {
@@ -127,7 +128,7 @@ def output_layer(device: str) -> Iterator[dict[str, Any]]:
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": (count, width, columns),
                     "error": _relative(_computed(triton_kernels, wide, *given), exact),
-                    "plain": _relative(_computed(logits, wide, *given), exact),
+                    "plain": _relative(_computed(kernels, wide, *given), exact),
                     "wrong": _relative(
                         _computed(triton_kernels, wide, values_NV, elsewhere, columns, more), exact
                     ),
@@ -182,7 +183,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
 
             x, gradient, weight = draw(count, width), draw(count, width), draw(width)
             x *= torch.linspace(0.01, 30.0, max(count, 1))[:count, None].to(x)
-            scale = norm_rope.norm(x.float(), weight.float(), 1e-3)[1]
+            scale = kernels.norm(x.float(), weight.float(), 1e-3)[1]
             angles = draw(count, 1, width // 2)
             sin_and_cos = angles.cos(), angles.sin()
             turned = width // 4 * 2
@@ -196,7 +197,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
                 ),
             }
             for name, given in cases.items():
-                exact = results(norm_rope, name, tuple(map(_as_float64, given)))
+                exact = results(kernels, name, tuple(map(_as_float64, given)))
                 first, second, *more = given
                 mistaken = (first, second * 1.5, *more)
                 yield {
@@ -204,7 +205,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": (count, width, heads),
                     "errors": _errors(results(triton_kernels, name, given), exact),
-                    "plain": _errors(results(norm_rope, name, given), exact),
+                    "plain": _errors(results(kernels, name, given), exact),
                     "wrong": _errors(results(triton_kernels, name, mistaken), exact),
                 }
 

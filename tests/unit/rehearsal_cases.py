@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
+from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
+from r3.backends.dispatch import Transfer
 from r3.config import Config
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.judges.model import Batches
-from r3.kernels import moe
-from r3.layers.dispatch import Transfer
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring
@@ -493,7 +493,7 @@ def first_experiments() -> list[str]:
     experiments = (gpu.attention, gpu.grouped, gpu.kernels, gpu.layer, gpu.stash)
     with fake_world(topk=8):
         # plain torch, for comparison, asks how many rows there are
-        moe.sum_rows = torch.ops.r3.sum_rows
+        expert_kernels.sum_rows = torch.ops.r3.sum_rows
         for experiment in experiments:
             experiment()
     return [experiment.__name__ for experiment in experiments]

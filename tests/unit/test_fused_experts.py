@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from r3.backends.cpu import fused_experts as fused_experts_cpu
 from r3.backends.cuda import fused_experts as fused_experts_cuda
-from r3.layers.dispatch import (
+from r3.backends.dispatch import (
     chosen_experts,
     first_set,
     needs_of,

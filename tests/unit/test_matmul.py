@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.layers import matmul
-from r3.layers.matmul import is_by_float32, product
+from r3.layers import kernels as matmul
+from r3.layers.kernels import is_by_float32, product
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from r3.layers.attention import CausalAttention, packed_params
-from r3.layers.norms import _Norm
-from r3.layers.rope import Rotation
+from r3.layers.norms import Rotation, _Norm
 from r3.models.shape import ModelShape
 from r3.policy.build import rounded_gating
 from r3.policy.transformer_config import megatron_settings

@@ -182,7 +182,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from r3.layers.rope import inverse_frequencies
+    from r3.layers.norms import inverse_frequencies
 
     if name == "qwen3-untruncated":
         rope = FAMILIES["qwen3-yarn"][1]["rope_parameters"] | {

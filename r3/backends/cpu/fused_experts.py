@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.kernels import moe
-from r3.layers.dispatch import Slots
+from r3.backends.dispatch import Slots
+from r3.backends.expert_kernels import weighted_swiglu, weighted_swiglu_backward
 from r3.layers.grouped_experts import GroupedExperts
-from r3.layers.matmul import is_by_float32, product
+from r3.layers.kernels import is_by_float32, product
 
 
 class FusedExperts(GroupedExperts):
@@ -66,7 +66,7 @@ class _Experts(torch.autograd.Function):
         for expert, rows, gates in _each(sizes, rows_S, gates_S):
             both = product(tokens_ND.index_select(0, rows), w1[expert].t())
             saved.append(both)
-            inner = moe.weighted_swiglu(both, gates)
+            inner = weighted_swiglu(both, gates)
             out_ND.index_add_(0, rows, product(inner, w2[expert].t()).to(wide))
         ctx.save_for_backward(tokens_ND, gates_S, slots_S, rows_S, *saved)
         ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
@@ -88,7 +88,7 @@ class _Experts(torch.autograd.Function):
         parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
             d_outputs = d_out_ND.index_select(0, rows)
-            inner, d_both, d_gates[:] = moe.weighted_swiglu_backward(
+            inner, d_both, d_gates[:] = weighted_swiglu_backward(
                 both, gates, product(d_outputs, w2[expert])
             )
             if w2_gradient:

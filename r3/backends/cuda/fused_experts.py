@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
-from r3.layers.dispatch import Slots
+from r3.backends import expert_kernels  # noqa: F401  (defines torch.ops.r3)
+from r3.backends.dispatch import Slots
 from r3.layers.grouped_experts import GroupedExperts
 
 
 class DeviceExperts(GroupedExperts):
-    """Experts as in `GroupedExperts`, on tokens that `r3.layers.dispatch` hands over unsorted."""
+    """Experts as in `GroupedExperts`, on tokens that `r3.backends.dispatch` hands over unsorted."""
 
     _weights: Weights | None = None  # of the next forward
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `r3.kernels.moe`, `r3.kernels.norm_rope` and `r3.kernels.logits`.
+"""Triton kernels of `r3.layers.kernels` and `r3.backends.expert_kernels`.
 
 Only this module imports Triton, and only CUDA and tests import it. One program works on some rows,
 or on one block of a row's columns, and nothing is added atomically: the same input gives the same
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from r3.kernels import NOWHERE
+from r3.layers.kernels import NOWHERE
 
 _LARGEST_BLOCK = 1024
 _TILE = 8192  # values that a program has at a time where it works on whole rows

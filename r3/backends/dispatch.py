@@ -18,17 +18,15 @@ sums travel, and gradients of the experts' weights while those of tokens travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-from torch import nn
 
-from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
+from r3.backends import expert_kernels  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
 
 
@@ -380,24 +378,6 @@ class TokenDispatcher(MoETokenDispatcher):
         # They would live until the next forward.
         self._tokens = self._shared_output = None
         return output
-
-
-@contextmanager
-def restored_dispatchers(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block, the dispatchers of all MoE layers have the attributes that they had before.
-
-    Inside, Megatron's and R3's dispatchers keep tensors of the micro-batch, some with their graph,
-    until the next forward. On CUDA, one such tensor keeps the whole segment of the allocator that
-    it lies in, which may be one that gradients were cut from.
-    """
-    layers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, MoELayer)]
-    kept = [(layer.token_dispatcher, dict(vars(layer.token_dispatcher))) for layer in layers]
-    try:
-        yield
-    finally:
-        for dispatcher, attributes in kept:
-            vars(dispatcher).clear()
-            vars(dispatcher).update(attributes)
 
 
 def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Tensor:

@@ -1,52 +1,13 @@
-"""Parts of a MoE layer that are one kernel on CUDA, and plain torch elsewhere.
+"""Operators of fused experts: one kernel on CUDA, plain torch elsewhere; see `r3.layers.kernels`.
 
-torch.ops.r3 has them, so that torch chooses by device: Triton kernels for CUDA tensors, the
-functions of this module for those on CPU. Both compute in float32 at least, round once at the end,
-and take every sum in a fixed order. Called inside autograd functions only.
-
-Below, S are the slots (a token and one of its experts) in the order of their experts.
+S are the slots (a token and one of its experts) in the order of their experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from r3 import extras
-from r3.kernels.switch import is_on
-
-_LIBRARY = torch.library.Library("r3", "DEF")
-_Function = Callable[..., Any]
-
-
-def operator(*, fake: _Function) -> Callable[[_Function], _Function]:
-    """Make an operator of torch.ops.r3 from a function in plain torch.
-
-    Triton's kernel of the same name runs for CUDA tensors. Triton is imported with the first call.
-
-    Args:
-        fake: returns results of the right shapes, for fake tensors.
-    """
-
-    def register(plain: _Function) -> _Function:
-        name = plain.__name__
-
-        def on_device(*arguments: Any) -> Any:
-            if not is_on("triton"):
-                return plain(*arguments)
-            return getattr(extras.triton_kernels(), name)(
-                *(one.contiguous() if torch.is_tensor(one) else one for one in arguments)
-            )
-
-        _LIBRARY.define(torch.library.infer_schema(plain, op_name=name, mutates_args=()))
-        _LIBRARY.impl(name, plain, "CPU")
-        _LIBRARY.impl(name, on_device, "CUDA")
-        torch.library.register_fake(f"r3::{name}", fake, lib=_LIBRARY)
-        return plain
-
-    return register
+from r3.layers.kernels import operator, wide
 
 
 @operator(fake=lambda both_SF, _gates_S: both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2))
@@ -98,8 +59,3 @@ def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
         tokens = (places_N < len(rows_SD)).nonzero()[:, 0]
         total_ND.index_add_(0, tokens, rows_SD[places_N[tokens]].to(dtype))
     return total_ND.to(rows_SD.dtype)
-
-
-def wide(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float32, or float64 if they are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
