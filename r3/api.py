@@ -179,8 +179,6 @@ def _run_here(invocation: Invocation) -> None:
         with imports_that_last():
             from r3.__main__ import train as make_steps
             from r3.run.prepare import prepare
-            from r3.user_code.loading import forget_files
-        forget_files()  # they may have been edited since an earlier call
         # One of several ranks that raised an error here would leave the others waiting.
         prepared = prepare(invocation, tries_functions=not several)
         if prepared is None:

@@ -196,6 +196,27 @@ def check_teacher(*given: Any) -> None:
     check_teacher(*given)
 
 
+def check_judges(*given: Any) -> None:
+    """Check what the judges of `reward.function` need (r3.judges.check)."""
+    from r3.judges.check import check_judges
+
+    check_judges(*given)
+
+
+def check_command(*given: Any) -> None:
+    """Check `env.command` (r3.agents.check)."""
+    from r3.agents.check import check_command
+
+    check_command(*given)
+
+
+def check_workflow(config: Config) -> list[str]:
+    """Check the settings beside a workflow (r3.agents.check)."""
+    from r3.agents.check import check_workflow
+
+    return check_workflow(config)
+
+
 def check() -> ModuleType:
     """The report of `--check`, and the trial of users' functions."""
     from r3.tools import check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3 import checks
-from r3.config import Config, parse_value, with_values
+from r3.config import Config, Problem, parse_value, with_values
 from r3.configs import PRESETS
 
 # In float32, so that what bfloat16 adds is one setting away.
@@ -23,4 +23,11 @@ def changed(values: dict[str, Any], config: Config = TINY) -> Config:
 def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
     """Return field -> message of each problem of `tiny` with some fields changed."""
     problems = checks.problems(changed(values), world_size)
+    return {problem.field: str(problem) for problem in problems}
+
+
+def found_in_files(values: dict[str, Any]) -> dict[str, str]:
+    """Return field -> message of each problem of the users' files that the settings name."""
+    problems: list[Problem] = []
+    checks.load_files(changed(values), problems)
     return {problem.field: str(problem) for problem in problems}

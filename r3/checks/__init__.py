@@ -1,8 +1,8 @@
 """Check a config: report all its problems at once, before any device is used.
 
-One module per subject. Each reads the settings and, where it must, the checkpoint's config.json
-and file headers, the data files, or the source of a reward function. Nothing is changed. Rules for
-a single setting are at its field (r3/config). Prompts are not tokenised here: prompts
+Each module reads the settings and, where it must, the checkpoint's config.json and file headers, or
+the data files. Nothing is changed. `load_files` loads users' files; a dry run does not. Rules for a
+single setting are at its field (r3/config). Prompts are not tokenised here: prompts
 that are too long are found when the data set is built. Imports nothing heavy.
 """
 
@@ -14,17 +14,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from r3 import extras
-from r3.checks.algorithm import check_algorithm
 from r3.checks.batch import check_batch, check_lengths
 from r3.checks.data import check_data, overlap
 from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
-from r3.checks.environment import check_environment
 from r3.checks.evaluation import check_best, check_evaluation
 from r3.checks.findings import Findings
+from r3.checks.functions import (
+    check_algorithm,
+    check_environment,
+    check_rewards,
+    load_files,
+)
 from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_layout
 from r3.checks.model import check_freeze, check_lora, check_model
-from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import ReadsRows, read_rows

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from r3.checks.environment import check_environment_file
 from r3.checks.findings import Findings
-from r3.checks.rewards import check_environment_rewards, check_reward_function
+from r3.checks.functions import (
+    check_environment_file,
+    check_environment_rewards,
+    check_reward_function,
+)
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
 from r3.models.shape import ModelShape
 

@@ -6,9 +6,7 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from r3.checks.algorithm import algorithm_notes
-from r3.checks.environment import check_environment_file
-from r3.checks.findings import Findings
+from r3.checks.functions import algorithm_notes
 from r3.checks.objective import fixed
 from r3.config import LOSSES, Config, flatten, shown
 from r3.models.shape import ModelShape
@@ -94,7 +92,6 @@ def ignored_settings(
             and name not in but
         )
 
-    is_workflow = _is_workflow(config)
     if config.eval.only:
         ignored("eval.only trains nothing", *_OF_TRAINING, but=_OF_EVALUATION)
     else:
@@ -103,12 +100,12 @@ def ignored_settings(
                 ignored(f"{switch} is {shown(off)}", *names)
         _objective(config, values, notes, ignored)
         _replay(config, shape, ignored)
-        _algorithm(config, ignored, is_workflow=is_workflow)
+        _algorithm(config, ignored)
         notes += algorithm_notes(config)
         _training(config, notes, ignored)
         _sampling(config, notes)
     _model(config, shape, notes, ignored)
-    _environment(config, ignored, is_workflow=is_workflow)
+    _environment(config, ignored)
     _rewards(config, ignored)
     if not config.eval.path:
         ignored("eval.path is empty, so nothing is evaluated", "eval.*")
@@ -120,12 +117,6 @@ def ignored_settings(
     if config.log.tracker == "none":
         ignored("log.tracker is none", "log.project")
     return list(dict.fromkeys(notes))
-
-
-def _is_workflow(config: Config) -> bool:
-    path = config.env.path
-    of_file = bool(path) and check_environment_file(path, "env.path", Findings(config))
-    return of_file or bool(config.env.command)
 
 
 def _objective(
@@ -144,10 +135,6 @@ def _objective(
             ignored(because, *_OF_SAMPLING, but=but)
     if config.train.objective == "distill":
         because = "train.objective distill learns from the teacher alone"
-        if "algo.args" in names:
-            names.remove("algo.args")
-            own = [item for item in config.algo.args if item not in of_objective["algo.args"]]
-            notes.append(f"algo.args {' '.join(own)} has no effect: {because}")
         if "algo.kl_coef" in names:
             names.append("algo.kl_in")
             because = f"{because}, not from rewards (--algo.kl_in loss has an effect)"
@@ -179,9 +166,9 @@ def _replay(config: Config, shape: ModelShape | None, ignored: _Ignored) -> None
         ignored("replay.shadow_every is 0", "replay.shadow_frac")
 
 
-def _algorithm(config: Config, ignored: _Ignored, *, is_workflow: bool) -> None:
+def _algorithm(config: Config, ignored: _Ignored) -> None:
     algo = config.algo
-    if not is_workflow:
+    if config.env.is_built_in:  # a class is known when its file is loaded
         ignored("only workflows reward calls, and the environment is none", "algo.baseline")
     if algo.loss == "pg":
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
@@ -255,7 +242,7 @@ def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: 
         ignored("engine.kv_cache_gib sets the size", "engine.memory_fraction")
 
 
-def _environment(config: Config, ignored: _Ignored, *, is_workflow: bool) -> None:
+def _environment(config: Config, ignored: _Ignored) -> None:
     env = config.env
     if env.name == "single_turn" and env.is_built_in and not any(config.eval.env):
         ignored("env.name is single_turn", *_ENVIRONMENT)
@@ -265,7 +252,7 @@ def _environment(config: Config, ignored: _Ignored, *, is_workflow: bool) -> Non
         and not env.workers
     ):
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
-    if is_workflow and not any(config.eval.env):
+    if env.command and not any(config.eval.env):
         ignored("the environment is a workflow, which builds its own prompts", "env.keep_reasoning")
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.checks.algorithm import takers_of_arguments
-from r3.checks.findings import Findings
 from r3.config import Config, with_values
-from r3.config.arguments import assigned
 
 _OF_SFT: dict[str, Any] = {
     "rollout.group_size": 1,
@@ -45,26 +42,11 @@ FIXED: dict[str, dict[str, Any]] = {
 def fixed(config: Config) -> dict[str, Any]:
     """Settings that `train.objective` fixes, by their full names."""
     values = dict(FIXED[config.train.objective])
-    if config.train.objective == "distill":
-        # The advantage is the teacher's; the loss may be the user's.
-        gone = _arguments_of_advantage(config)
-        values["algo.args"] = tuple(item for item in config.algo.args if item not in gone)
-        if config.algo.takes_kl_from_reward:
-            values["algo.kl_coef"] = 0.0
+    if config.train.objective == "distill" and config.algo.takes_kl_from_reward:
+        values["algo.kl_coef"] = 0.0
     return values
 
 
 def in_effect(config: Config) -> Config:
     """The config with the settings that `train.objective` fixes."""
     return with_values(config, fixed(config))
-
-
-def _arguments_of_advantage(config: Config) -> list[str]:
-    """The items of `algo.args` that the user's advantage takes and the user's loss does not."""
-    takers = takers_of_arguments(config, Findings(config))
-    items = []
-    for item in config.algo.args:
-        given, _ = assigned([item], takers)
-        if [taker.name for taker, got in zip(takers, given, strict=True) if got] == ["advantage"]:
-            items.append(item)
-    return items

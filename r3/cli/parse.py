@@ -25,7 +25,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from r3 import extras
-from r3.checks import Report, examine
+from r3.checks import Report, examine, load_files
 from r3.checks.objective import in_effect
 from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
 from r3.config import (
@@ -52,6 +52,7 @@ from r3.models.shape import ModelShape
 from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, is_leader, start_command
 from r3.runtime.terminal import own_streams, say
+from r3.user_code.loading import forget_files
 
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help", "models")
@@ -152,12 +153,14 @@ def parse(argv: Sequence[str]) -> Invocation:
         _plan_for(words, config, base, problems)
 
     fetched = () if words.dry_run else _LOADED_BY_CHECK if words.check else _MODELS
+    # Before torch is imported, by a file of the user's or by the run, which may end in a crash.
+    limits = [] if words.dry_run else [Problem(*each) for each in too_small()]
+    loads = not (words.dry_run or limits)
     config, reasons, report = _examine(
-        config, base, words.flags, world_size, problems, fetched=fetched
+        config, base, words.flags, world_size, problems, fetched=fetched, loads=loads
     )
+    problems += limits
     if not words.dry_run:
-        # Before torch is imported, which may end in a crash.
-        problems += [Problem(*each) for each in too_small()]
         for each in filter(_is_download, problems if words.check else ()):
             _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
         problems = [each for each in problems if not _is_download(each)]
@@ -253,12 +256,15 @@ def from_python(
     Raises:
         ConfigError: everything that is wrong with the settings.
     """
+    forget_files()  # they may have been edited since an earlier call
     base = find_base(start) if isinstance(start, str) else base_of_config(start)
     problems: list[Problem] = []
     notes = list(base.notes)
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
-    config, reasons, report = _examine(config, base, values, world_size, problems, fetched=_MODELS)
+    config, reasons, report = _examine(
+        config, base, values, world_size, problems, fetched=_MODELS, loads=True
+    )
     config, note = _placed(
         config,
         problems,
@@ -310,19 +316,24 @@ def _examine(
     problems: list[Problem],
     *,
     fetched: Collection[str] = (),
+    loads: bool,
 ) -> tuple[Config, dict[str, str], Report]:
     """Resolve contradictions of the base, and add all that is wrong to `problems`.
 
     Args:
         names: the settings that the user gave in addition to the base.
         fetched: settings whose models of the hub are downloaded if nothing else is wrong.
+        loads: whether users' files are loaded.
     """
     asked, given = config, {*names, *base.values}
     config, reasons, report = _resolve(config, base, given, world_size)
+    found = list(report.problems)
+    if loads:
+        report = replace(report, warnings=(*report.warnings, *load_files(config, found)))
     at_fault = {problem.field for problem in problems}  # these fields still have the base's value
     problems += [
         replace(problem, origin="" if problem.field in given else base.root)
-        for problem in report.problems
+        for problem in found
         if problem.field not in at_fault
     ]
     fix = "give it again; what your code reads from the environment needs no setting"
@@ -334,7 +345,7 @@ def _examine(
     absent = [each for each in problems if _is_download(each) and each.field in fetched]
     if absent and all(map(_is_download, problems)):
         problems[:] = _downloaded(absent)
-        return _examine(asked, base, names, world_size, problems)
+        return _examine(asked, base, names, world_size, problems, loads=loads)
     return config, reasons, report
 
 

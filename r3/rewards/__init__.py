@@ -16,24 +16,19 @@ policy would be trained on it.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from r3.data.numbers import final_number
 from r3.metrics.glossary import checked_metrics
 from r3.runtime.terminal import say
 from r3.types import Prompt
 from r3.user_code.calls import CallError
-from r3.user_code.loading import callable_of, function_of, problem
+from r3.user_code.loading import UserFunction, Wanted, load_functions, problem
 from r3.user_code.time_limit import time_limit
 from r3.user_code.values import number, own_copy
-
-if TYPE_CHECKING:
-    from r3.config.arguments import Taker
 
 Reward = Callable[[str, Prompt], Any]
 
@@ -87,48 +82,45 @@ def gym(response: str, prompt: Prompt) -> Score:
     return compared("gym", lambda: float(scorer(answer.strip(), entry)), response)
 
 
-_PASSED, _PASSED_BY_NAME = ("response", "prompt"), ("messages",)
-# Names that these have where the order is another one, as in TRL.
-_PROMPTS, _RESPONSES = ("prompt", "prompts"), ("response", "completion", "completions")
-
 REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
+# Names that the two parameters have where the order is another one, as in TRL.
+_PROMPTS, _RESPONSES = ("prompt", "prompts"), ("response", "completion", "completions")
 
-def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Reward:
-    """Return the built-in function that `spec` names, or load `path/to/file.py:function`.
+
+def own_functions(
+    named: Sequence[tuple[str, str]], items: Sequence[str]
+) -> dict[tuple[str, str], UserFunction]:
+    """Load reward functions of users' files, by name and path.
 
     Args:
-        arguments: keyword arguments that the function will get (`reward.args`).
+        named: names in metrics, and what settings name; built-in functions are left out.
+        items: `reward.args`.
 
     Raises:
-        ConfigError: it cannot be loaded, or not be called with a response and a prompt.
+        ConfigError: everything that keeps them from being called with a response and a prompt.
     """
-    if spec in REWARDS:
-        return REWARDS[spec]
-    file, colon, _ = spec.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        rule = "is neither a built-in reward function nor path/to/file.py:function"
-        fix = f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
-        raise problem("reward.function", spec, rule, fix)
-    function = function_of("reward.function", spec, _PASSED, arguments, optional=_PASSED_BY_NAME)
-    first, *others = inspect.signature(function).parameters
-    if first in _PROMPTS or (others and others[0] in _RESPONSES):
-        rule = f"its first parameters are {first} and {others[0]}, and R3 passes a response first, "
-        fix = "write `def f(response, prompt)`, or `def f(responses, prompt)` for a whole group"
-        raise problem("reward.function", spec, f"{rule}then its prompt", fix)
-    return function
-
-
-def taker_of(name: str, spec: str) -> Taker:
-    """Load a function of a user's file, which may get `reward.args`.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
-    from r3.config.arguments import Taker
-
-    signature = inspect.signature(callable_of("reward.function", spec, _PASSED))
-    return Taker(name=name, signature=signature, passed=len(_PASSED), optional=_PASSED_BY_NAME)
+    own = [(name, spec) for name, spec in dict.fromkeys(named) if ":" in spec]
+    wanted = [
+        Wanted(
+            field="reward.function",
+            name=name,
+            spec=spec,
+            passed=("response", "prompt"),
+            optional=("messages",),
+            also=" or, for all samples of a prompt, "
+            f"`def {spec.rpartition(':')[2]}(responses, prompt)`",
+        )
+        for name, spec in own
+    ]
+    loaded = dict(zip(own, load_functions(wanted, "reward.args", items), strict=True))
+    for (_, spec), function in loaded.items():
+        first, second = (*function.parameters, "")[:2]
+        if first in _PROMPTS or second in _RESPONSES:
+            rule = f"its first parameters are {first} and {second}, and R3 passes "
+            fix = "write `def f(response, prompt)`, or `def f(responses, prompt)` for a whole group"
+            raise problem("reward.function", spec, f"{rule}a response first, then its prompt", fix)
+    return loaded
 
 
 def checked(value: Any) -> float:

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 from r3 import extras
@@ -29,19 +28,12 @@ from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
-from r3.rewards import (
-    REWARDS,
-    UNREAD,
-    Score,
-    checked_score,
-    resolve,
-    taker_of,
-)
+from r3.rewards import REWARDS, UNREAD, Score, checked_score, own_functions
 from r3.rewards.own import Own
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.calls import CallError, Failure
-from r3.user_code.loading import assign
+from r3.user_code.loading import UserFunction
 from r3.user_code.workers import Here, Place, Pool, Processes, Threads
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
@@ -406,14 +398,20 @@ def make_scorer(
     rows = settings.row_functions if "row" in specs else ()
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
     named, of_rows = ([*zip(names_of(each), each, strict=True)] for each in (specs, rows))
-    arguments = _arguments(settings, (*named, *of_rows, *others))
+    own = own_functions((*named, *of_rows, *others), settings.args)
 
     def component(name: str, spec: str) -> Component:
         if spec == "row":
             by_verifier = {name: component(name, spec) for name, spec in of_rows}
             return replace(_here(name, _no_verifier), by_verifier=by_verifier)
-        given = arguments.get((name, spec), {})
-        return _component(name, spec, settings, given, model=model, renderer=renderer)
+        if spec in ENVIRONMENT:
+            given = _here(name, lambda reward, prompt: reward)
+            return replace(given, takes="environment", lacks="the environment gives it")
+        if spec in REWARDS:
+            return _here(name, REWARDS[spec])
+        if spec in JUDGES:
+            return extras.judge(name, spec, settings, model=model, renderer=renderer)
+        return _own_component(name, spec, settings, own[name, spec])
 
     components = [
         replace(component(name, spec), weight=weight)
@@ -421,19 +419,6 @@ def make_scorer(
     ]
     decides = "" if functions else settings.deciding
     return Scorer(components, on_error=settings.on_error, deciding=decides)
-
-
-def _arguments(
-    settings: RewardConfig, named: Sequence[tuple[str, str]]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give `reward.args` to functions of users' files, by name and path.
-
-    Raises:
-        ConfigError: a function cannot be loaded, or an argument fits none.
-    """
-    own = [(name, spec) for name, spec in dict.fromkeys(named) if ":" in spec]
-    given = assign("reward.args", settings.args, [taker_of(name, spec) for name, spec in own])
-    return dict(zip(own, given, strict=True))
 
 
 def _conversation(rollout: Rollout, prompt: Prompt) -> list[Message]:
@@ -450,35 +435,17 @@ def _before_response(rollout: Rollout, prompt: Prompt) -> Prompt:
     return replace(prompt, messages=tuple(rollout.messages[:last]))
 
 
-def _component(
-    name: str,
-    spec: str,
-    settings: RewardConfig,
-    arguments: Mapping[str, Any],
-    *,
-    model: Any,
-    renderer: Renderer | None,
-) -> Component:
-    new_pool = partial(Pool, timeout_s=settings.timeout_s, retries=settings.retries)
-    if spec in ENVIRONMENT:
-        given = _here(name, lambda reward, prompt: reward)
-        return replace(given, takes="environment", lacks="the environment gives it")
-    if spec in REWARDS:
-        return _here(name, REWARDS[spec])
-    if spec in JUDGES:
-        return extras.judge(name, spec, settings, model=model, renderer=renderer)
-    function = resolve(spec, arguments)
-    parameters = inspect.signature(function).parameters
-    of_group = next(iter(parameters), "") == "responses"
-    own = Own(spec if settings.workers else function, dict(arguments), of_group)
+def _own_component(name: str, spec: str, settings: RewardConfig, loaded: UserFunction) -> Component:
+    """The component of a user's function: in threads, or in processes with `reward.workers`."""
+    own = Own(spec if settings.workers else loaded.function, loaded.arguments, loaded.is_of_group)
     place: Place = Processes(settings.workers, preload=[spec]) if settings.workers else Threads()
-    is_awaited = inspect.iscoroutinefunction(function) and not settings.workers
+    is_awaited = inspect.iscoroutinefunction(loaded.function) and not settings.workers
     return Component(
         name=name,
         function=own.call_async if is_awaited else own.call,
-        pool=new_pool(place),
-        wants_messages="messages" in parameters,
-        of_group=of_group,
+        pool=Pool(place, timeout_s=settings.timeout_s, retries=settings.retries),
+        wants_messages="messages" in loaded.parameters,
+        of_group=loaded.is_of_group,
     )
 
 

@@ -7,7 +7,6 @@ calls `f(inputs, bounds, tau=0.5)` where a built-in loss would be called.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -20,14 +19,7 @@ from torch import Tensor
 from r3.algo.advantage import ADVANTAGES
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig
-from r3.config.arguments import Taker
-from r3.user_code.loading import (
-    ALGORITHM_PARAMETERS,
-    assign,
-    cached,
-    callable_of,
-    function_of,
-)
+from r3.user_code.loading import cached, functions_of_algorithm
 from r3.user_code.values import own_copy
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -90,13 +82,12 @@ def _checked(
 
 def own_function(algo: AlgoConfig, role: str) -> Callable[..., Any]:
     """Load a user's function; what it raises becomes an `AlgorithmError` that says where."""
-    field, spec, arguments = f"algo.{role}", algo.own_functions[role], _arguments(algo)[role]
+    own, spec = functions_of_algorithm(algo)[role], algo.own_functions[role]
     file = str(Path(spec.rpartition(":")[0]).resolve())
-    function = function_of(field, spec, ALGORITHM_PARAMETERS[field], arguments)
 
     def call(*inputs: Any) -> Any:
         try:
-            return function(*map(_own_tensors, inputs), **own_copy(arguments))
+            return own.function(*map(_own_tensors, inputs), **own_copy(own.arguments))
         except torch.OutOfMemoryError:
             raise  # it has a message of its own
         except Exception as error:  # users' code may raise anything; the message names the line
@@ -104,28 +95,13 @@ def own_function(algo: AlgoConfig, role: str) -> Callable[..., Any]:
             own_frames = [frame for frame in frames if frame.filename == file]
             last = (own_frames or frames)[-1]
             raise AlgorithmError(
-                f"{field} {spec} raised {type(error).__name__}: {error}\n"
+                f"algo.{role} {spec} raised {type(error).__name__}: {error}\n"
                 f"  {last.filename}:{last.lineno} in {last.name}: {last.line}\n"
                 f"  Test it without a run: python -m r3.check_loss {spec}"
                 f"{' --advantage' if role == 'advantage' else ''}"
             ) from error
 
     return call
-
-
-def _arguments(algo: AlgoConfig) -> dict[str, dict[str, Any]]:
-    """Give `algo.args` to the user's loss and advantage.
-
-    Raises:
-        ConfigError: one of them cannot be loaded, or an argument fits neither.
-    """
-    takers = []
-    for role, spec in algo.own_functions.items():
-        parameters = ALGORITHM_PARAMETERS[f"algo.{role}"]
-        signature = inspect.signature(callable_of(f"algo.{role}", spec, parameters))
-        takers.append(Taker(name=role, signature=signature, passed=len(parameters)))
-    given = assign("algo.args", algo.args, takers)
-    return dict(zip(algo.own_functions, given, strict=True))
 
 
 def _own_tensors(value: Any) -> Any:
@@ -180,6 +156,3 @@ def advantage_fault(result: Any, rewards_R: Tensor) -> str:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
-
-
-# --- losses -------------------------------------------------------------------------------------

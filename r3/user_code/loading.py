@@ -2,7 +2,7 @@
 
 A file runs once per process and run, within a time limit: `forget_files` makes the next run read
 it again. Like a script, it imports the modules beside it, before others of their names. They are
-its folder's own: files of two folders may each have a `helpers.py`. `load_for` and `function_of`
+its folder's own: files of two folders may each have a `helpers.py`. `load_for` and `load_functions`
 turn everything that can go wrong into one `ConfigError` that names setting, file and fix.
 
 Worker processes import this module first. So it imports what settings need only for their errors.
@@ -19,20 +19,22 @@ import re
 import stat
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from r3.runtime.process_state import restored
 from r3.user_code.time_limit import time_limit
 
 if TYPE_CHECKING:
-    from r3.config import ConfigError, Problem
+    from r3.config import AlgoConfig, ConfigError, Problem
     from r3.config.arguments import Taker
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -41,11 +43,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # seconds.
 START_LIMIT_S = 120.0
 
-# What users' functions of the algorithm get by position, by the setting that names them.
-ALGORITHM_PARAMETERS = {
-    "algo.loss": ("inputs", "bounds"),
-    "algo.advantage": ("rewards_R", "groups_R"),
-}
+# What users' functions of the algorithm get by position.
+_PASSED = {"loss": ("inputs", "bounds"), "advantage": ("rewards_R", "groups_R")}
 
 
 def file_fault(path: str) -> str:
@@ -248,89 +247,158 @@ def load_for(field: str, spec: str, definition: str) -> Any:
         if isinstance(error, AttributeError) and error.name == name:
             rule = f"{file} defines no {name!r}"
             raise problem(field, spec, rule, f"write `{definition}` there") from None
-        rule = f"{file} raised {type(error).__name__}: {as_named(str(error))}"
+        rule = f"{_place(error, file)} raised {type(error).__name__}: {as_named(str(error))}"
         fix = "correct the file"
         if isinstance(error, ModuleNotFoundError):
             fix = "install it, or name the folder that has it in PYTHONPATH"
         raise problem(field, spec, rule, fix) from error
 
 
-def callable_of(field: str, spec: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Load a user's function.
-
-    Args:
-        field: the setting that names it.
-        parameters: names of what R3 passes by position.
-
-    Raises:
-        ConfigError: it cannot be loaded, or is no function.
-    """
-    file, _, name = spec.rpartition(":")
-    definition = f"def {name}({', '.join(parameters)})"
-    function = load_for(field, spec, definition)
-    if not callable(function):
-        rule = f"{name} is not a function in {file}"
-        raise problem(field, spec, rule, f"write `{definition}` there")
-    return cast("Callable[..., Any]", function)
+def _place(error: Exception, file: str) -> str:
+    """The file of a user and the line at which its import failed."""
+    if isinstance(error, SyntaxError):  # says the line itself
+        return file
+    whole = str(Path(file).resolve())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == whole]
+    return f"{file}:{lines[-1]}" if lines else file
 
 
-def function_of(
-    field: str,
-    spec: str,
-    parameters: Sequence[str],
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    optional: Sequence[str] = (),
-) -> Callable[..., Any]:
-    """Load a user's function and check that it can be called as R3 will call it.
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A function that a setting names, and how R3 will call it.
 
-    Args:
-        field: the setting that names it. Its section has a setting `args`.
-        parameters: names of what R3 passes by position.
-        arguments: keyword arguments from `args`.
+    Attributes:
+        field: the setting.
+        name: as NAME.key=value of a setting with arguments has it.
+        passed: names of what R3 passes by position.
         optional: names of what R3 passes by keyword if the function has such a parameter.
+        also: another form of the definition, for messages.
+    """
+
+    field: str
+    name: str
+    spec: str
+    passed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    also: str = ""
+
+    @property
+    def definition(self) -> str:
+        """How the function begins."""
+        return f"def {self.spec.rpartition(':')[2]}({', '.join(self.passed)})"
+
+    def load(self) -> Callable[..., Any]:
+        """Load the function.
+
+        Raises:
+            ConfigError: it cannot be loaded, or is no function.
+        """
+        function = load_for(self.field, self.spec, self.definition)
+        if not callable(function):
+            file, _, name = self.spec.rpartition(":")
+            rule = f"{name} is not a function in {file}"
+            raise problem(self.field, self.spec, rule, f"write `{self.definition}` there")
+        return cast("Callable[..., Any]", function)
+
+    def require_call(
+        self, signature: inspect.Signature, arguments: Mapping[str, Any], items_field: str
+    ) -> None:
+        """Raise ConfigError if the function cannot be called with these arguments of a setting."""
+        optional = {each: () for each in self.optional if each in signature.parameters}
+        try:
+            signature.bind(*self.passed, **arguments, **optional)
+        except TypeError as error:
+            name = self.spec.rpartition(":")[2]
+            given = [*self.passed, *(f"{key}={value!r}" for key, value in arguments.items())]
+            rule = f"{name} cannot be called as {name}({', '.join(given)}): {error}"
+            fix = f"write `{self.definition}`{self.also}; --{items_field} sets further parameters"
+            raise problem(self.field, self.spec, rule, fix) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFunction:
+    """A function of a user's file, with the keyword arguments that it gets."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether a reward function scores all samples of a prompt at once."""
+        return self.parameters[:1] == ("responses",)
+
+
+def load_functions(
+    wanted: Sequence[Wanted], items_field: str, items: Sequence[str]
+) -> list[UserFunction]:
+    """Load users' functions, and check that they can be called as R3 will call them.
+
+    Args:
+        items_field: the setting with keyword arguments for them.
+        items: its key=value items; each is for the functions that have the parameter.
 
     Raises:
-        ConfigError: it cannot be loaded, or not be called so.
+        ConfigError: everything that keeps them from being loaded and called so.
     """
-    function = callable_of(field, spec, parameters)
-    signature = inspect.signature(function)
-    if wrong := call_problem(field, spec, signature, parameters, arguments, optional=optional):
-        from r3.config import ConfigError
+    from r3.config import ConfigError, Problem
+    from r3.config.arguments import Taker, assigned
 
-        raise ConfigError([wrong])
-    return function
+    problems: list[Problem] = []
+    found: list[tuple[Callable[..., Any], inspect.Signature] | None] = []
+    for each in wanted:
+        try:
+            function = each.load()
+            found.append((function, inspect.signature(function)))
+        except ConfigError as error:
+            problems += error.problems
+            found.append(None)
+    given, faults = assigned(
+        items,
+        [
+            Taker(
+                name=each.name,
+                signature=own and own[1],
+                passed=len(each.passed),
+                optional=each.optional,
+            )
+            for each, own in zip(wanted, found, strict=True)
+        ],
+    )
+    problems += [Problem(items_field, *fault) for fault in faults]
+    loaded = []
+    for each, own, arguments in zip(wanted, found, given, strict=True):
+        if own is None or faults:
+            continue
+        function, signature = own
+        try:
+            each.require_call(signature, arguments, items_field)
+        except ConfigError as error:
+            problems += error.problems
+        parameters = tuple(signature.parameters)
+        loaded.append(UserFunction(function=function, parameters=parameters, arguments=arguments))
+    if problems:
+        raise ConfigError(problems)
+    return loaded
 
 
-def call_problem(
-    field: str,
-    spec: str,
-    signature: inspect.Signature,
-    parameters: Sequence[str],
-    arguments: Mapping[str, Any],
-    *,
-    optional: Sequence[str] = (),
-) -> Problem | None:
-    """Return why a function cannot be called as R3 will call it, or None. See `function_of`."""
-    name = spec.rpartition(":")[2]
-    wanted = {each: () for each in optional if each in signature.parameters}
-    try:
-        signature.bind(*parameters, **arguments, **wanted)
-    except TypeError as error:
-        given = ", ".join([*parameters, *(f"{key}={value!r}" for key, value in arguments.items())])
-        rule = f"{name} cannot be called as {name}({given}): {error}"
-        definition = f"def {name}({', '.join(parameters)})"
-        if field == "reward.function":
-            definition += f"` or, for all samples of a prompt, `def {name}(responses, prompt)"
-        fix = f"write `{definition}`; --{field.partition('.')[0]}.args sets further parameters"
-        from r3.config import Problem
+def functions_of_algorithm(algo: AlgoConfig) -> dict[str, UserFunction]:
+    """Load a user's loss and advantage, by "loss" and "advantage".
 
-        return Problem(field, spec, rule, fix)
-    return None
+    Raises:
+        ConfigError: one cannot be loaded or called, or an item of `algo.args` fits none.
+    """
+    wanted = [
+        Wanted(field=f"algo.{role}", name=role, spec=spec, passed=_PASSED[role])
+        for role, spec in algo.own_functions.items()
+    ]
+    loaded = load_functions(wanted, "algo.args", algo.args)
+    return dict(zip(algo.own_functions, loaded, strict=True))
 
 
 def assign(field: str, items: Sequence[str], takers: Sequence[Taker]) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each function from a setting; see `assigned`.
+    """Return the keyword arguments of each taker from a setting; see `assigned`.
 
     Raises:
         ConfigError: an argument fits none.

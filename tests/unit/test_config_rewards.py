@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3 import checks
 from r3.assets import TINY_MOE
 from r3.config import (
     Config,
@@ -18,9 +17,10 @@ from r3.config import (
     with_values,
 )
 from r3.models.shape import ModelShape
+from r3.rewards import REWARDS
 from r3.tools.planning import memory_plan as plan
 from r3.tools.planning.verdict import memory_problems, read_device
-from tests.settings import found
+from tests.settings import found, found_in_files
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -144,42 +144,16 @@ def test_a_config_of_before_with_one_function_still_loads() -> None:
     assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
 
 
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
-        (
-            "def other(response, prompt): return 1.0",
-            "defines no function 'score'. Fix: it defines other",
-        ),
-        ("class score: ...", "defines no function 'score'"),
-        ("def score(:", "is not valid Python"),
-    ],
-)
-def test_a_reward_file_must_define_the_function(tmp_path: Path, source: str, rule: str) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text(source)
-    assert rule in found({"reward.function": f"{path}:score"})["reward.function"]
-
-
 def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def together(responses, prompt): ...\ndef single(response, prompt): ...")
     budget = {"rollout.step_token_budget": 8}
-    assert found({"reward.function": f"{path}:together"}) == {}
-    assert "reward.function" not in found({"reward.function": f"{path}:single", **budget})
-    message = found({"reward.function": f"{path}:together", **budget})["reward.function"]
+    assert found_in_files({"reward.function": f"{path}:together"}) == {}
+    assert found_in_files({"reward.function": f"{path}:single", **budget}) == {}
+    message = found_in_files({"reward.function": f"{path}:together", **budget})["reward.function"]
     assert "rollout.step_token_budget = 8 suspends some of them. Fix: score one" in message
 
 
-def test_a_reward_file_is_not_run_to_be_checked(tmp_path: Path) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text("raise SystemExit('imported')\ndef score(response, prompt): return 1.0")
-    assert found({"reward.function": f"{path}:score"}) == {}
-
-
 def test_builtin_rewards_are_those_that_exist() -> None:
-    from r3.rewards import REWARDS
-    from r3.rewards.scorer import ENVIRONMENT
-
-    others = {"math", "http", "self_judge", "model", "row"}
-    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, *others}
+    message = found({"reward.function": "x"})["reward.function"]
+    assert f"use one of {', '.join(REWARDS)}, row, http, self_judge, model, math, env" in message

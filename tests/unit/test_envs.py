@@ -26,6 +26,7 @@ from r3.envs.tool_calls import parsed_calls
 from r3.rollout.conversation import readable_message
 from r3.rollout.task import read_task
 from tests.environments import collect, prompt, said
+from tests.settings import found_in_files
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -42,46 +43,33 @@ class Mine:
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "said_early", "said_late"),
+    ("source", "name", "said"),
     [
-        (GOOD, "Other", "defines no class 'Other'", "defines no 'Other'"),
-        ("def Mine(): pass", "Mine", "defines no class 'Mine'", "is not a class"),
-        (GOOD.replace("def step", "def stop_"), "Mine", "has no method step", "has no method step"),
-        (
-            GOOD.replace("(self, prompt)", "(self)"),
-            "Mine",
-            "Mine.reset does not take",
-            "Mine.reset cannot be",
-        ),
-        (
-            GOOD.replace("(self, message)", "(self, message, turn)"),
-            "Mine",
-            "Mine.step does not take",
-            "Mine.step cannot be",
-        ),
-        (
-            GOOD + "    def __init__(self, what): pass\n",
-            "Mine",
-            "",
-            "cannot be created",
-        ),
-        (GOOD.replace('("###",)', '"###"'), "Mine", "", "Mine.stop is '###', not a list"),
-        (GOOD + "raise OSError('at import')\n", "Mine", "", "raised OSError: at import"),
-        ("class Mine(:\n", "Mine", "is not valid Python", "raised SyntaxError"),
+        (GOOD, "Other", "defines no 'Other'"),
+        ("def Mine(): pass", "Mine", "is not a class"),
+        (GOOD.replace("def step", "def stop_"), "Mine", "has no method step"),
+        (GOOD.replace("(self, prompt)", "(self)"), "Mine", "Mine.reset cannot be"),
+        (GOOD.replace("(self, message)", "(self, message, turn)"), "Mine", "Mine.step cannot be"),
+        (GOOD + "    def __init__(self, what): pass\n", "Mine", "cannot be created"),
+        (GOOD + "raise OSError('at import')\n", "Mine", "mine.py:8 raised OSError: at import"),
+        ("class Mine(:\n", "Mine", "raised SyntaxError"),
     ],
 )
+@pytest.mark.parametrize("field", ["env.path", "eval.env"])
 def test_a_users_file_is_refused_by_name(
-    source: str, name: str, said_early: str, said_late: str, tmp_path: Path
+    source: str, name: str, said: str, field: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)
-    spec = f"{file}:{name}"
-    found = [str(p) for p in problems(tiny_config(env={"path": spec}), 1) if p.field == "env.path"]
-    assert bool(found) == bool(said_early)
-    assert said_early in "".join(found)
-    with pytest.raises(ConfigError, match=r"env\.path") as error:
-        Environments(EnvConfig(path=spec))
-    assert said_late in str(error.value)
+    message = found_in_files({field: f"{file}:{name}", "eval.path": str(assets.WORD_PROBLEMS_EVAL)})
+    assert said in message[field] and "Fix: " in message[field]
+
+
+def test_a_string_of_ends_of_turns_is_no_list_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD.replace('("###",)', '"###"'))
+    with pytest.raises(ConfigError, match=r"env\.path .*Mine\.stop is '###', not a list"):
+        Environments(EnvConfig(path=f"{file}:Mine"))
 
 
 @pytest.mark.parametrize(

@@ -22,21 +22,20 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.checks import problems
-from r3.config import Config, ConfigError, EnvConfig, RewardConfig, from_yaml
+from r3.config import Config, ConfigError, RewardConfig, from_yaml
 from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
-from r3.envs.find import find
 from r3.judges.http import ChatJudge
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
-from r3.rewards import resolve
 from r3.rollout.task import read_task
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from r3.user_code.loading import UserFileError, load
 from r3.user_code.time_limit import time_limit
+from tests.settings import found, found_in_files
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -47,12 +46,10 @@ COLUMNS = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
 @pytest.mark.parametrize("code", ["0", "3", "'text'", ""])
 def test_exit_at_import_is_no_success(code: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(f"import sys\ndef score(response, prompt): return 1.0\nsys.exit({code})\n")
-    with pytest.raises(ConfigError, match=r"mine\.py calls sys\.exit\("):
-        resolve(f"{path}:score")
     path.write_text(f"import sys\nclass Mine:\n    pass\nsys.exit({code})\n")
-    with pytest.raises(ConfigError, match=r"mine\.py calls sys\.exit\("):
-        find(EnvConfig(path=f"{path}:Mine"))
+    found = found_in_files({"reward.function": f"{path}:Mine", "env.path": f"{path}:Mine"})
+    for field in ("reward.function", "env.path"):
+        assert "mine.py calls sys.exit(" in found[field]
 
 
 @pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(60)"])
@@ -76,16 +73,14 @@ def test_time_limit_ends_with_the_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "missing", "long"])
 def test_path_that_is_no_file_is_said(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 300 if kind == "long" else "mine") / ".."
     path = tmp_path / (("x" * 300 if kind == "long" else "mine") + ".py")
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
-    with pytest.raises(ConfigError, match=r"(mine|x+)\.py"):
-        resolve(f"{path}:score")
-    with pytest.raises(ConfigError, match=r"(mine|x+)\.py"):
-        find(EnvConfig(path=f"{path}:Mine"))
+    values = {"reward.function": f"{path}:f", "env.path": f"{path}:Mine", "algo.loss": f"{path}:f"}
+    for said in (found(values), found_in_files(values)):
+        assert all(str(path) in said[field] for field in values)
 
 
 def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:

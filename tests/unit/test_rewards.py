@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from r3.config import ConfigError
-from r3.rewards import REWARDS, checked, exact, resolve
+from r3 import assets
+from r3.config import RewardConfig
+from r3.models.shape import ModelShape
+from r3.rewards import REWARDS, checked, exact
+from r3.rewards.scorer import make_scorer
 from r3.types import Prompt
 from r3.user_code.calls import CallError
+from tests.settings import found, found_in_files
+from tests.tiny import random_rollouts
 
 pytestmark = pytest.mark.unit
+
+EVAL = str(assets.WORD_PROBLEMS_EVAL)
 
 
 def prompt(answer: str) -> Prompt:
@@ -33,10 +40,9 @@ def test_numbers_pass() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym"}))  # it asks more of a row
-def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
-    assert resolve(name) is REWARDS[name]
-    assert resolve(name)("#### 7", prompt("#### 7")) == 1.0
-    assert resolve(name)("#### 8", prompt("#### 7")) == 0.0
+def test_every_built_in_gives_a_number(name: str) -> None:
+    assert REWARDS[name]("#### 7", prompt("#### 7")) == 1.0
+    assert REWARDS[name]("#### 8", prompt("#### 7")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -54,43 +60,86 @@ def test_what_is_no_finite_number_is_refused(value: Any, rule: str) -> None:
         checked(value)
 
 
-def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from dataclasses import dataclass\n"
-        "@dataclass\n"
-        "class Weight:\n    value: float = 0.5\n"
-        "def length(response, prompt):\n    return Weight().value * len(response)\n"
-    )
-    assert resolve(f"{file}:length")("abcd", prompt("")) == 2.0
-    (tmp_path / "other").mkdir()
-    twin = tmp_path / "other" / "mine.py"
-    twin.write_text("def length(response, prompt):\n    return -1\n")
-    assert resolve(f"{twin}:length")("abcd", prompt("")) == -1.0
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("gsm9k", "is neither a built-in reward"),
+        ("{folder}/mine.py", "is neither a built-in reward"),
+        ("{folder}/mine.txt:reward", "is neither a built-in reward"),
+        ("{folder}/absent.py:reward", "there is no file"),
+    ],
+)
+@pytest.mark.parametrize("field", ["reward.function", "eval.function"])
+def test_what_names_no_function_is_refused(
+    spec: str, rule: str, field: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").touch()
+    message = found({field: spec.format(folder=tmp_path), "eval.path": EVAL})[field]
+    assert rule in message and "Fix:" in message
 
 
 @pytest.mark.parametrize(
-    ("spec", "body", "rule"),
+    ("body", "rule"),
     [
-        ("gsm9k", "", "is neither a built-in reward"),
-        ("{folder}/mine.py", "", "is neither a built-in reward"),
-        ("{folder}/absent.py:reward", "", "there is no file"),
-        ("{folder}/mine.py:reward", "other = 1", "defines no 'reward'"),
-        ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),
-        ("{folder}/mine.py:reward", "def reward(response): ...", "cannot be called as"),
-        ("{folder}/mine.py:reward", "def reward(prompt, response): ...", "a response first"),
-        (
-            "{folder}/mine.py:reward",
-            "def reward(prompts, completions, **_): ...",
-            "prompts and com",
-        ),
-        ("{folder}/mine.py:reward", "import no_such_module", "raised ModuleNotFoundError"),
-        ("{folder}/mine.py:reward", "def reward(", "raised SyntaxError"),
+        ("other = 1", "defines no 'reward'"),
+        ("reward = 1", "reward is not a function"),
+        ("def reward(response): ...", "`def reward(response, prompt)` or, for all samples of a "),
+        ("def reward(prompt, response): ...", "a response first"),
+        ("def reward(prompts, completions, **_): ...", "prompts and completions"),
+        ("import no_such_module", "mine.py:1 raised ModuleNotFoundError"),
+        ("\n\n1 / 0", "mine.py:3 raised ZeroDivisionError"),
+        ("def reward(", "raised SyntaxError"),
+        ("import sys; sys.exit(0)", "calls sys.exit(0) while it is imported"),
     ],
 )
-def test_resolve_names_what_is_wrong(spec: str, body: str, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["reward.function", "eval.function", "reward.row_functions"])
+def test_a_file_that_cannot_be_used_is_refused(
+    body: str, rule: str, field: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(body)
-    with pytest.raises(ConfigError, match=rule) as caught:
-        resolve(spec.format(folder=tmp_path))
-    assert "reward.function" in str(caught.value)
-    assert "Fix:" in str(caught.value)
+    values = {"reward.function": "row", "eval.path": EVAL, field: f"{tmp_path}/mine.py:reward"}
+    message = found_in_files(values)[field]
+    assert rule in message and "Fix:" in message
+
+
+def test_faults_of_all_files_are_said_at_once(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("1 / 0")
+    other.write_text("def f(inputs): ...\nclass Mine: ...\ndef r(response, prompt, x=0): ...")
+    named = {"reward.function": [f"{one}:r", f"{other}:r"], "reward.args": ["y=1"]}
+    named |= {"algo.loss": f"{other}:f", "env.path": f"{other}:Mine", "eval.env": f"{one}:Mine"}
+    found = found_in_files(named | {"eval.path": EVAL})
+    assert found.keys() == {"reward.function", "algo.loss", "env.path", "eval.env"}
+    one.write_text("def r(response, prompt): ...")
+    assert "r takes none; r_2 takes x" in found_in_files(named)["reward.args"]
+
+
+NOISY = """
+import os, sys, threading
+print("imported", sys.argv[1:], os.environ["MINE"])
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+os.chdir("/")
+import torch
+calls = []
+def reward(response, prompt):
+    calls.append(response)
+    return len(calls)
+"""
+
+
+def test_the_check_and_the_run_share_one_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file may print, start threads, leave the folder, read words and variables of the start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "1")
+    Path("mine.py").write_text(NOISY)
+    assert found({"reward.function": "mine.py:reward"}) == {}
+    assert "imported" not in capfd.readouterr().out, "settings alone run no code of the user"
+    assert found_in_files({"reward.function": "mine.py:reward"}) == {}
+    scorer = make_scorer(RewardConfig(function=("mine.py:reward",)))
+    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    assert [scorer(rollout, prompt("")) for _ in range(2)] == [1.0, 2.0]
+    scorer.close()
+    assert capfd.readouterr().out.count("imported") == 1
+    assert Path.cwd() == tmp_path

@@ -23,7 +23,7 @@ from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
 from r3.user_code.loading import load
 from tests.rounds import play_round
-from tests.settings import found
+from tests.settings import found_in_files
 from tests.talkers import values
 from tests.tiny import BASE, tokenizer_folder
 
@@ -575,8 +575,8 @@ def test_a_class_that_cannot_run_is_refused(play: Play, name: str, message: str)
 
 def test_a_workflow_cannot_be_suspended_or_moved_to_processes(play: Play) -> None:
     path = {"env.path": f"{play.file}:Talks"}
-    assert found(path) == {}
-    problems = found({**path, "rollout.step_token_budget": 8, "env.workers": 2})
+    assert found_in_files(path) == {}
+    problems = found_in_files({**path, "rollout.step_token_budget": 8, "env.workers": 2})
     assert "Talks is a workflow: a coroutine cannot be" in problems["rollout.step_token_budget"]
     assert "asyncio.to_thread" in problems["env.workers"]
 
@@ -585,14 +585,14 @@ def test_a_workflow_cannot_be_suspended_or_moved_to_processes(play: Play) -> Non
     ("source", "message"),
     [
         ("def run(self, task, model): ...", "W.run is not async"),
-        ("async def run(self, task): ...", "W.run does not take self, task and model"),
-        ("async def go(self): ...", "class W has no method step"),
+        ("async def run(self, task): ...", "W.run cannot be called as run(task, model)"),
+        ("async def go(self): ...", "W has no method reset"),
     ],
 )
 def test_check_names_what_a_workflow_lacks(tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "w.py"
     file.write_text(f"class W:\n    {source}\n")
-    assert message in found({"env.path": f"{file}:W"})["env.path"]
+    assert message in found_in_files({"env.path": f"{file}:W"})["env.path"]
 
 
 def test_a_class_with_reset_and_step_may_have_a_method_run(tmp_path: Path) -> None:
@@ -600,5 +600,5 @@ def test_a_class_with_reset_and_step_may_have_a_method_run(tmp_path: Path) -> No
     lines = ["class Shell:", *(f"    def {method}: ..." for method in methods)]
     file = tmp_path / "shell.py"
     file.write_text("\n".join(lines))
-    assert found({"env.path": f"{file}:Shell", "env.workers": 1}) == {}
+    assert found_in_files({"env.path": f"{file}:Shell", "env.workers": 1}) == {}
     assert not is_workflow(load(f"{file}:Shell"))

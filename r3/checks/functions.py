@@ -1,0 +1,292 @@
+"""Losses, advantages, environments and rewards: built-in ones, and those of users' files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from r3 import extras
+from r3.checks.findings import Findings
+from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, with_values
+from r3.config.names import ENVIRONMENT, JUDGES, names_of
+from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
+
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", *JUDGES, *ENVIRONMENT)
+"""Those of r3.rewards, which imports numpy, and those with a class."""
+
+
+def load_files(config: Config, problems: list[Problem]) -> list[str]:
+    """Load the users' files that settings name, as a run does; they run as far as an import does.
+
+    Args:
+        problems: what is wrong with the settings already; gets what is wrong with the files.
+
+    Returns:
+        Settings without effect.
+    """
+    from r3.envs.find import find, is_workflow  # numpy comes with them, and a dry run has no use
+    from r3.rewards import own_functions
+
+    known = {(each.field, str(each.value)) for each in problems}
+    arguments = {"algo.args", "env.args", "reward.args"}.intersection(field for field, _ in known)
+    config = with_values(config, dict.fromkeys(arguments, ()))  # they cannot be read
+    notes: list[str] = []
+
+    def collect(load: Callable[[], object], fields: dict[str, str] | None = None) -> None:
+        """Add what is wrong, under the settings that name the files."""
+        try:
+            load()
+        except ConfigError as error:
+            for each in error.problems:
+                renamed = replace(each, field=(fields or {}).get(str(each.value), each.field))
+                if (renamed.field, str(renamed.value)) not in known:
+                    problems.append(renamed)
+
+    def load_rewards() -> None:
+        loaded = own_functions(config.named_rewards, config.reward.args)
+        budget = config.rollout.step_token_budget
+        for (_, spec), each in loaded.items():
+            if budget and each.is_of_group and spec in config.reward.function:
+                rule = (
+                    "scores all samples of a prompt at once, and rollout.step_token_budget = "
+                    f"{budget} suspends some of them"
+                )
+                fix = "score one response, def f(response, prompt), or set the budget to 0"
+                raise ConfigError([Problem("reward.function", spec, rule, fix)])
+
+    def load_environment() -> None:
+        found = find(config.env)
+        if not config.env.path:
+            return
+        if is_workflow(found):
+            notes.extend(extras.check_workflow(config))
+        elif config.algo.baseline != "prompt":
+            rule = "has no effect: only workflows reward calls, and the environment is none"
+            notes.append(f"algo.baseline = {config.algo.baseline!r} {rule}")
+
+    if not config.eval.only:
+        collect(lambda: functions_of_algorithm(config.algo))
+    if not config.env.command:
+        collect(load_environment)
+    named = {spec: "eval.function" for spec in config.eval.function}
+    named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
+    collect(load_rewards, named | {spec: "reward.function" for spec in config.reward.function})
+    if not any(field.startswith("eval.") for field, _ in known):
+        for each in config.eval.sets:
+            if ":" in each.env:
+                own = each.environment(config.env)
+                collect(lambda own=own: find(own), {each.env: "eval.env"})  # type: ignore[misc]
+    return notes
+
+
+def check_algorithm(config: Config, found: Findings) -> None:
+    """Refuse to correct the mismatch twice, and one algorithm under the name of another."""
+    algo = config.algo
+    for role, spec in algo.own_functions.items():
+        check_file(spec, f"algo.{role}", found)
+    if algo.args and not algo.own_functions:
+        rule = "is for a function or class of yours, and none is set"
+        found.add("algo.args", rule, "leave it out", value=algo.args[0])
+    if algo.loss == "minirl" and algo.correction != "none":
+        rule = "corrects the mismatch twice: the weight of minirl is pi / mu already"
+        found.add("algo.correction", rule, "set it to none; algo.minirl_cap bounds that weight")
+    if algo.loss == "pg" and algo.correction == "bypass":
+        rule = "changes the ratio of a loss, and pg has none"
+        found.add("algo.correction", rule, "set it to none, or use a loss with a ratio")
+    if algo.loss == "cispo" and found.sound("algo.clip_low") and algo.clip_low < 1:
+        rule = "is a lower bound of PPO: cispo bounds its weight from above only"
+        fix = "use --algo.clip_low 1 and choose --algo.clip_high; 3 to 5 are common"
+        found.add("algo.clip_low", rule, fix)
+    if algo.dynamic_sampling > 0 and algo.advantage == "reinforce_pp":
+        rule = (
+            "leaves out groups with equal rewards, and reinforce_pp learns from those too: it has "
+            "no groups"
+        )
+        found.add("algo.dynamic_sampling", rule, "set it to 0, or use another algo.advantage")
+    if algo.takes_kl_from_reward and algo.advantage == "grpo" and config.train.objective == "rl":
+        rule = (
+            "is divided by the standard deviation of its group: where rewards are equal, KL "
+            "differences of any size would become advantages of 1, whatever algo.kl_coef is"
+        )
+        fix = "use --algo.kl_in loss, or --algo.advantage dr_grpo, rloo or reinforce_pp_baseline"
+        found.add("algo.kl_in", rule, fix)
+    if algo.baseline == "step" and algo.advantage == "reinforce_pp":
+        rule = "compares rewards within a group, and reinforce_pp compares those of the whole step"
+        found.add("algo.baseline", rule, "set it to prompt, or use another algo.advantage")
+    if (
+        algo.dynamic_sampling > 0
+        and config.rollout.step_token_budget
+        and config.rollout.max_staleness > 0
+    ):
+        rule = (
+            "keeps groups for later steps, and algo.dynamic_sampling leaves out groups of this "
+            "step by their rewards"
+        )
+        fix = "set it to 0, which drops suspended conversations, or disable algo.dynamic_sampling"
+        found.add("rollout.max_staleness", rule, fix)
+    length = config.rollout.max_response_tokens
+    if (
+        found.sound("algo.overlong_buffer", "rollout.max_response_tokens")
+        and algo.overlong_buffer > length
+    ):
+        rule = f"exceeds rollout.max_response_tokens = {length}"
+        found.add("algo.overlong_buffer", rule, "DAPO uses a fifth of it; 0 disables the penalty")
+
+
+def algorithm_notes(config: Config) -> list[str]:
+    """Settings that work and are seldom meant."""
+    algo, notes = config.algo, []
+    if algo.loss == "gspo" and max(algo.clip_low, algo.clip_high) > 0.05:
+        notes.append(
+            f"algo.clip_low = {algo.clip_low} and clip_high = {algo.clip_high} never clip with "
+            "gspo: ratios of whole responses stay near 1. The paper uses 3e-4 and 4e-4"
+        )
+    if algo.loss == "gspo" and algo.aggregation != "sequence":
+        notes.append(
+            f"algo.aggregation = {algo.aggregation!r} weights the responses of gspo by length. The "
+            "paper uses sequence"
+        )
+    if algo.loss == "cispo" and algo.clip_high < 1:
+        notes.append(
+            f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
+            f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
+        )
+    several = config.train.updates_of_step > 1 and config.train.objective != "sft"
+    if algo.loss == "pg" and several:
+        notes.append(
+            "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"
+        )
+    if algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1":
+        notes.append(
+            "algo.kl_estimator = 'k1' in the loss has no gradient on average: use k2 or k3"
+        )
+    if algo.dynamic_sampling and algo.teacher and config.train.objective == "rl":
+        notes.append(
+            f"algo.dynamic_sampling = {algo.dynamic_sampling} leaves out no group for its rewards: "
+            "algo.teacher teaches groups with equal rewards too"
+        )
+    replays = config.replay.mode != "off" and config.replay.reference
+    if algo.takes_kl_from_reward and config.replay.mode != "off" and not replays:
+        notes.append(
+            "replay.reference is false: the reference policy routes for itself, and the KL that "
+            "is subtracted from rewards is not 0 where both policies are equal. Use "
+            "--replay.reference true"
+        )
+    if algo.takes_kl_from_reward and algo.kl_estimator != "k1":
+        notes.append(
+            f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is "
+            "the unbiased one"
+        )
+    return notes
+
+
+def check_file(spec: str, field: str, found: Findings) -> None:
+    """The file of `file.py:name` is one."""
+    path = spec.rpartition(":")[0]
+    if fault := file_fault(path):
+        found.add(field, fault, path_fix(path), value=spec)
+
+
+def check_environment(config: Config, found: Findings) -> None:
+    """One environment, with turns that fit into a response."""
+    env = config.env
+    longest = config.rollout.max_response_tokens
+    if env.max_turn_tokens > longest and found.sound("env.max_turn_tokens"):
+        rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
+        fix = "set it to 0 for what is left, or allow more response tokens"
+        found.add("env.max_turn_tokens", rule, fix)
+    own = env.command or env.path or (env.name if env.name != EnvConfig().name else "")
+    if config.data.continue_final_message and own:
+        rule = f"continues a message of the row, and {own} decides what messages there are"
+        found.add("data.continue_final_message", rule, "leave it out")
+    if env.command:
+        extras.check_command(config, found)
+    if env.path and env.name != EnvConfig().name:
+        rule = "is set together with env.path: a conversation has one environment"
+        found.add("env.name", rule, "give one of the two")
+    if env.path and not env.command:
+        check_environment_file(env.path, "env.path", found)
+
+
+def check_environment_file(spec: str, field: str, found: Findings) -> None:
+    """`file.py:Class` of a file that is there."""
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        found.add(field, "is not file.py:Class", "write path/to/my_env.py:MyEnv", spec)
+    else:
+        check_file(spec, field, found)
+
+
+def check_rewards(config: Config, found: Findings, world_size: int) -> None:
+    """Check every function of `reward.function`, and what judges need."""
+    reward = config.reward
+    if not reward.function:
+        found.add("reward.function", "is empty", "use gsm8k, or path/to/my_reward.py:function")
+    if len(set(reward.function)) < len(reward.function):
+        fix = "name it once, with a larger weight"
+        found.add("reward.function", "names a function twice", fix)
+    if reward.weights and len(reward.weights) != len(reward.function):
+        rule = (
+            f"has {len(reward.weights)} values for the {len(reward.function)} functions of "
+            "reward.function"
+        )
+        found.add("reward.weights", rule, "give one per function, or none for equal weights")
+    if reward.weights and not any(reward.weights):
+        found.add("reward.weights", "are all 0, so every reward is 0", "give a weight other than 0")
+    if "none" in reward.function and len(reward.function) > 1:
+        fix = "use env for the environment's reward in a sum"
+        found.add("reward.function", "has none beside other functions", fix)
+    if reward.correct and reward.correct not in (names := names_of(reward.function)):
+        rule = "is no function of reward.function by its name in metrics"
+        found.add("reward.correct", rule, f"use one of {', '.join(names)}")
+    if not config.eval.only:
+        check_environment_rewards(reward.function, config.env, found, "reward.function")
+    for function in dict.fromkeys(reward.function):
+        check_reward_function(function, found, "reward.function")
+    used = config.reward_functions
+    if reward.args and not any(":" in spec for spec in used):
+        rule = "is for a function or class of yours, and none is set"
+        found.add("reward.args", rule, "leave it out", value=reward.args[0])
+    if "row" in used:
+        _check_row_functions(reward, found)
+    if set(JUDGES).intersection(used):
+        extras.check_judges(config, found, world_size)
+
+
+def _check_row_functions(reward: RewardConfig, found: Findings) -> None:
+    """Functions that rows name, each by a name of its own."""
+    names = [spec.rpartition(":")[2] for spec in reward.row_functions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        rule = f"rows cannot tell two functions named {twice[0]} apart"
+        found.add("reward.row_functions", rule, "rename one of them")
+    if "self_judge" in reward.row_functions and "self_judge" in reward.function:
+        rule = "names self_judge, and so does reward.function: a response would be judged twice"
+        found.add("reward.row_functions", rule, "name it in one of them")
+    for spec in reward.row_functions:
+        if spec in ("row", "env", "none"):
+            rule = "is no function that scores a response"
+            found.add("reward.row_functions", rule, "leave it out", value=spec)
+        else:
+            check_reward_function(spec, found, "reward.row_functions")
+
+
+def check_environment_rewards(
+    functions: Sequence[str], env: EnvConfig, found: Findings, field: str
+) -> None:
+    """`env` and `none` need an environment that gives rewards."""
+    if {"env", "none"}.intersection(functions) and not env.may_reward:
+        fix = "use a reward function, or an environment that gives rewards"
+        found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
+
+
+def check_reward_function(reward: str, found: Findings, name: str) -> None:
+    """A built-in function, or `file.py:function` of a file that is there."""
+    path, colon, _ = reward.rpartition(":")
+    if reward in BUILTIN_REWARDS:
+        return
+    if colon and path.endswith(".py"):
+        check_file(reward, name, found)
+    else:
+        fix = f"use one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
+        rule = "is neither a built-in reward nor file.py:function"
+        found.add(name, rule, fix, value=reward)
