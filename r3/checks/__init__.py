@@ -9,15 +9,14 @@ that are too long are found when the data set is built. Imports nothing heavy.
 from __future__ import annotations
 
 import importlib.util
+import stat
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from r3 import extras
-from r3.checks.batch import check_batch, check_lengths
-from r3.checks.data import check_data, overlap
-from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
-from r3.checks.evaluation import check_best, check_evaluation
+from r3.checks.data import check_best, check_data, check_evaluation, overlap
 from r3.checks.findings import Findings
 from r3.checks.functions import (
     check_algorithm,
@@ -26,13 +25,23 @@ from r3.checks.functions import (
     load_files,
 )
 from r3.checks.ignored import ignored_settings
-from r3.checks.layout import check_layout
-from r3.checks.model import check_freeze, check_lora, check_model
-from r3.checks.run_folder import check_run_folder
+from r3.checks.layout import check_batch, check_layout, check_lengths
+from r3.checks.model import (
+    allocator_problems,
+    check_freeze,
+    check_lora,
+    check_model,
+    cpu_engine_problems,
+    cuda_expert_problems,
+)
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
 from r3.runtime.kernel_switch import switch_notes, switch_problems
+
+_FILES = ("metrics.jsonl", "config.yaml", "overrides.yaml", "run.json", "run.lock")
+_FOLDERS = ("checkpoints", "errors", "eval", "heartbeats", "hf", "rollouts", "tensorboard")
+_NEW = "name a new folder, or that of an earlier run"
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def examine(
     sets = check_evaluation(config, found, shape)
     check_best(config, found, sets)
     training, heldout = check_data(config, found, sets, read)
-    check_run_folder(config, found)
+    _check_run_folder(config, found)
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
@@ -104,3 +113,40 @@ def _is_installed(package: str) -> bool:
     # A folder of that name, such as the one that wandb writes, is a package without an origin.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def _check_run_folder(config: Config, found: Findings) -> None:
+    """Refuse what cannot be a folder, and things of the wrong kind in it. Changes nothing."""
+    path = config.log.dir
+    if not path:
+        return
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        # Shown with its escapes, because nothing can print it as it is.
+        found.add("log.dir", "is not UTF-8", _NEW, value=path.encode(errors="replace").decode())
+        return
+    folder = Path(path)
+    try:
+        if folder.exists() and not folder.is_dir():
+            found.add("log.dir", "is not a folder", _NEW)
+            return
+        kinds = {name: (folder / name).stat().st_mode for name in _present(folder)}
+    except (OSError, ValueError) as error:  # too long, a loop of links, below a file, a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        found.add("log.dir", f"cannot be a folder ({reason})", _NEW)
+        return
+    for name, mode in kinds.items():
+        fits = stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)
+        if not fits:
+            kind = "file" if name in _FILES else "folder"
+            found.add("log.dir", f"holds {name}, which is not a {kind}", f"remove it, or {_NEW}")
+
+
+def _present(folder: Path) -> list[str]:
+    """Names of a run that the folder holds; OSError if there can be no such folder."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return []
+    return [name for name in (*_FILES, *_FOLDERS) if (folder / name).exists()]
