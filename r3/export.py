@@ -25,8 +25,7 @@ import torch
 
 from r3.config import Config, ConfigError, ParallelConfig, Problem
 from r3.config.arguments import keyword_arguments
-from r3.data.template import Renderer
-from r3.data.tokenizer import load_tokenizer
+from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
 from r3.lora.peft import adapter_config, adapter_notes, joined_in, write_adapter
 from r3.models.hf_checkpoint import (

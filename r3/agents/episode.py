@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+from r3.agents.openai_api import token_bytes
 from r3.agents.workflows import OwnTime, Workflows
 from r3.data.conversation import MessageFault, half_character, read_message
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
@@ -276,7 +277,7 @@ class EpisodeModel:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; see `Model.token_bytes`."""
-        return self._episode.renderer.token_bytes(token)
+        return token_bytes(self._episode.rules.setup.tokenizer, token)
 
     async def chat(
         self,

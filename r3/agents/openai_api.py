@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from r3.envs.workflow import Completion, Model, ModelMessage
 
 MODEL = "policy"
 """Name of the model."""
+
+_REPLACEMENT = "\ufffd"  # stands for bytes that are no character
+_SPACE = "\u2581"  # stands for a space in vocabularies of SentencePiece
 
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 _TAKEN = {
@@ -342,3 +346,23 @@ def _bodies(
         return [head | {"choices": choices, "usage": usage}]
     events = [head | {"choices": [choice]} for choice in choices]
     return [*events, head | {"choices": [], "usage": usage}] if request.usage else events
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the UTF-8 bytes of a token, which may be part of a character."""
+    text: str = tokenizer.decode([token])
+    piece: str = tokenizer.convert_ids_to_tokens(token) or ""
+    if _REPLACEMENT not in text:
+        # SentencePiece leaves out a space at the beginning of what it decodes.
+        spaces = len(piece) - len(piece.lstrip(_SPACE))
+        return b" " * (spaces - len(text) + len(text.lstrip(" "))) + text.encode()
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
+        return bytes.fromhex(byte[1])
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    # Letters in the vocabularies of byte-level BPE, which have no control characters.
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    try:
+        return bytes(byte_of[letter] for letter in piece)
+    except KeyError:
+        return text.encode()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from r3.checks.findings import Findings
 from r3.config import Config, ConfigError, Problem
-from r3.data.tokenizer import TIKTOKEN, TIKTOKEN_FIX
 from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
 from r3.models.hub import HubError, command, is_hub
@@ -113,6 +112,8 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         return None
     may_come = not is_hub(path)  # what the hub has is here
     if not (folder / "tokenizer.json").is_file():
+        from r3.data.template import TIKTOKEN, TIKTOKEN_FIX  # it imports numpy
+
         fix = "save the model's fast tokenizer beside its weights"
         if (folder / TIKTOKEN).is_file():
             fix = TIKTOKEN_FIX

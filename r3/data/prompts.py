@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from r3 import extras
-from r3.data.jinja import EndlessTemplate, TemplateFault
-from r3.data.rendering import NotRendered
+from r3.data.rendering import EndlessTemplate, NotRendered, TemplateFault
 from r3.data.rows import Columns, Row, RowProblem
 from r3.data.sources import read_rows
 from r3.data.template import Renderer

@@ -1,4 +1,4 @@
-"""Render a conversation and check that the chat template shows each part once and unchanged.
+"""Run a chat template, and check that it shows each part of a conversation once and unchanged.
 
 A template may drop what it does not know: a role, a call, the reasoning of an earlier turn. So each
 conversation is rendered twice: as it is, and with a marker in place of every part. The markers show
@@ -11,18 +11,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
 from jinja2 import Environment, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
 
 from r3.data.conversation import REASONING, tool_name
-from r3.data.jinja import TemplateFault, apply_template
 from r3.types import Message
+from r3.user_code.time_limit import time_limit
 
 Rule = Literal["learned", "shown", "history"]
 """What must appear. learned: all of it, character for character. shown: white space at both ends of
@@ -32,7 +31,14 @@ and keys that it does not read are ignored."""
 _ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
 _MARKER = re.compile(r"R3part\d+x")  # no template changes letters and digits
+_GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 _MAX_KEPT = 4096  # skeletons; conversations of one data set have few forms
+_LIMIT_S = 20.0  # of one rendering, which takes milliseconds
+# Templates are programs that may fail in any way.
+_FAULTS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(NotImplementedError, RecursionError, TypeError, ValueError),
+)
 
 # A call whose pieces no template has by itself.
 _PIECES = ("R3name", "R3key", "R3value", "7531")
@@ -51,6 +57,14 @@ _CALLED: list[list[Message]] = [
     for name in ("call00001", "functions.R3name:0")
 ]
 _TOOL = {"description": "c", "parameters": {"type": "object", "properties": {}}}
+
+
+class TemplateFault(ValueError):
+    """A chat template does not render a conversation; the message says why."""
+
+
+class EndlessTemplate(TemplateFault):
+    """A chat template that takes far too long."""
 
 
 class NotRendered(TemplateFault):
@@ -119,15 +133,34 @@ class _Form:
     as_text: bool
 
 
-class _Generation(Extension):
-    """Reads the block `generation`, which transformers adds to jinja."""
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    limit_s: float = _LIMIT_S,
+    **options: Any,
+) -> Any:
+    """Return what `tokenizer.apply_chat_template` returns for these messages and options.
 
-    tags = {"generation"}  # noqa: RUF012
+    Args:
+        messages: a conversation, or several, each a list.
+        limit_s: seconds for all of them.
 
-    def parse(self, parser: Any) -> Any:
-        """Return the statements of the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    Raises:
+        TemplateFault: the template refuses the messages or fails.
+        EndlessTemplate: it takes longer than `limit_s`.
+    """
+    late = EndlessTemplate(f"it was not rendered after {limit_s:g} s")
+    try:
+        return time_limit(
+            lambda: tokenizer.apply_chat_template(list(messages), **options), limit_s, lambda: late
+        )
+    except TemplateFault:
+        raise
+    except TemplateError as error:  # the template's own words
+        raise TemplateFault(f"{error}") from error
+    except _FAULTS as error:
+        raise TemplateFault(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 class ChatTemplate:
@@ -148,9 +181,9 @@ class ChatTemplate:
         """The syntax trees of the template, or of all that the tokenizer has by name."""
         found = self._tokenizer.chat_template
         sources = list(found.values()) if isinstance(found, Mapping) else [found or ""]
-        reader = Environment(extensions=[_Generation, loopcontrols])
-        try:
-            return [reader.parse(source) for source in sources]
+        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:  # transformers adds the block `generation` to jinja
+            return [reader.parse(_GENERATION.sub("", source)) for source in sources]
         except TemplateError:
             return []  # rendering says why
 
@@ -195,7 +228,18 @@ class ChatTemplate:
         """
         self._check_names(messages, rule)
         text = self._apply(self._in_form(messages, self._form(tools)), tools, opening)
-        return self._located(text, messages, tools, opening, rule)
+        parts: list[Part] = []
+        marked = [_marked(message, place, parts) for place, message in enumerate(messages)]
+        key = repr((marked, tools, opening))
+        if key in self._skeletons:
+            try:
+                return self._located(text, self._skeletons[key], messages, parts, rule)
+            except NotRendered:
+                pass  # a template may write the day
+        if len(self._skeletons) >= _MAX_KEPT:
+            self._skeletons.clear()
+        self._skeletons[key] = self._skeleton(marked, tools, opening)
+        return self._located(text, self._skeletons[key], messages, parts, rule)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any], opening: bool) -> str:
         texts: list[str] = apply_template(
@@ -268,44 +312,6 @@ class ChatTemplate:
         is_changed = any(text.count(each) > before.count(each) for each in ('\\"', "None", "{'"))
         return not is_changed and all(each in text for each in _PIECES)
 
-    def _located(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
-        opening: bool,
-        rule: Rule,
-    ) -> Rendered:
-        """Find every part of a conversation in its rendering."""
-        parts: list[Part] = []
-        marked = [_marked(message, place, parts) for place, message in enumerate(messages)]
-        key = repr((marked, tools, opening))
-        kept = self._skeletons.get(key)
-        glue, order = kept or self._skeleton(marked, tools, opening)
-        counts = Counter(order)
-        for number, part in enumerate(parts):
-            message, count = messages[part.message], counts[number]
-            may_go = rule == "history" and message["role"] == "assistant"
-            # The result of a call may name it once more.
-            if count != 1 and not (count and part.kind == "call"):
-                if not (may_go and part.kind == "reasoning"):
-                    raise _not_shown(part, message, count)
-        between = _Between(text, glue, rule, self.names)
-        try:
-            found = between.locate(messages, [parts[number] for number in order])
-        except NotRendered:
-            if kept is None:
-                raise
-            # A template may write the day.
-            self._skeletons.pop(key, None)
-            return self._located(text, messages, tools, opening, rule)
-        if len(self._skeletons) >= _MAX_KEPT:
-            self._skeletons.clear()
-        self._skeletons[key] = glue, order
-        first = dict(zip(reversed(order), reversed(found), strict=True))  # of each part
-        located = tuple(sorted(first.values(), key=lambda part: part.start))
-        return Rendered(text, located, tuple(glue))
-
     def _skeleton(
         self, marked: Sequence[Message], tools: Sequence[Any], opening: bool
     ) -> tuple[list[str], list[int]]:
@@ -320,86 +326,69 @@ class ChatTemplate:
             text = text.replace(marker, name)
         return _MARKER.split(text), [int(each[6:-1]) for each in _MARKER.findall(text)]
 
+    def _located(
+        self,
+        text: str,
+        skeleton: tuple[list[str], list[int]],
+        messages: Sequence[Message],
+        parts: Sequence[Part],
+        rule: Rule,
+    ) -> Rendered:
+        """Find every part of a conversation in its rendering, in the order of the text."""
+        glue, order = skeleton
+        counts = Counter(order)
+        for number, part in enumerate(parts):
+            message, count = messages[part.message], counts[number]
+            may_go = rule == "history" and message["role"] == "assistant"
+            # The result of a call may name it once more.
+            if count != 1 and not (count and part.kind == "call"):
+                if not (may_go and part.kind == "reasoning"):
+                    raise _not_shown(part, message, count)
+        found: dict[int, Part] = {}
+        at, done = len(glue[0]), 0
+        is_searched = False  # the template looked into a text, and writes something else around
+        for number, after in zip(order, glue[1:], strict=True):
+            part, message = parts[number], messages[parts[number].message]
+            forms = _forms_of(part, message, rule)
+            ends = (at + len(form) for form in forms if text.startswith(form + after, at))
+            start, end = at, next(ends, -1)
+            if end < 0:
+                places = [
+                    (place, place + len(form))
+                    for form in forms
+                    if (place := at if text.startswith(form, at) else text.find(form, done)) >= 0
+                ]
+                may_go = rule == "history" and message["role"] == "assistant"
+                is_searched = is_searched or may_go or any(map(self._looks_into, parts))
+                if not (may_go or (places and is_searched)):
+                    raise _changed(part, message, text[at : at + 40])
+                start, end = min(places, default=(done, done))
+            found.setdefault(number, replace(part, start=start, end=end))
+            at, done = end + len(after), end
+        located = sorted(found.values(), key=lambda part: part.start)
+        return Rendered(text, tuple(located), tuple(glue))
 
-@dataclass(frozen=True, slots=True)
-class _Between:
-    """A rendering, and what its template writes between the parts."""
-
-    text: str
-    glue: Sequence[str]
-    rule: Rule
-    names: frozenset[str]
-
-    def locate(self, messages: Sequence[Message], parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Give every part its place, in the order of the text.
-
-        Raises:
-            NotRendered: one is not where the template shows such a part, or is changed.
-        """
-        at = 0
-        located: list[Part] = []
-        for part, before, after in zip(parts, self.glue, self.glue[1:], strict=False):
-            at += 0 if located else len(before)
-            ends = (
-                at + len(text)
-                for text in self._forms_of(part, messages[part.message])
-                if self.text.startswith(text + after, at)
-            )
-            if (end := next(ends, -1)) < 0:
-                return self._searched(messages, parts, part, at)
-            located.append(replace(part, start=at, end=end))
-            at = end + len(after)
-        return tuple(located)
-
-    def _searched(
-        self, messages: Sequence[Message], parts: Sequence[Part], first: Part, differs: int
-    ) -> tuple[Part, ...]:
-        """Find the parts one after the other where the template looks into their texts.
-
-        Args:
-            first: the first part that is not where it is in other conversations.
-            differs: its place there.
-        """
-        looks = any(self._is_looked_into(part.value) for part in parts)
-        at, located = 0, []
-        for part in parts:
-            message = messages[part.message]
-            places = [
-                (place, place + len(text))
-                for text in self._forms_of(part, message)
-                if (place := self.text.find(text, at)) >= 0
-            ]
-            may_go = self.rule == "history" and message["role"] == "assistant"
-            if not may_go and (not places or (part is first and not looks)):
-                written = self.text[differs : differs + 40]
-                rule = f"the chat template changes the {_named(part, message)}: it writes"
-                fix = "leave out what it changes"
-                if message["role"] == "assistant":
-                    fix += ", or write a row per assistant message"
-                raise NotRendered(f"{rule} {written!r}", fix)
-            start, at = min(places, default=(at, at))
-            located.append(replace(part, start=start, end=at))
-        return tuple(located)
-
-    def _is_looked_into(self, value: str) -> bool:
+    def _looks_into(self, part: Part) -> bool:
         """Whether a text holds something that the template may look for, such as </think>."""
         marks = (name.strip() for name in self.names)
-        return any(len(mark) > 2 and not mark.isidentifier() and mark in value for mark in marks)
+        return any(
+            len(mark) > 2 and not mark.isidentifier() and mark in part.value for mark in marks
+        )
 
-    def _forms_of(self, part: Part, message: Message) -> Iterator[str]:
-        """The texts that a part may have in the rendering."""
-        yield part.value
-        if part.kind == "argument":  # inside JSON
-            yield from (json.dumps(part.value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-        elif part.kind == "reasoning":
-            yield part.value.strip()
-        elif message["role"] == "tool":
-            # Some templates write results as JSON.
-            for value in (part.value.strip(), part.value):
-                yield value
-                yield json.dumps(value, ensure_ascii=False)[1:-1]
-        elif self.rule != "learned" or message["role"] != "assistant":
-            yield from (part.value.strip(), part.value.rstrip(), part.value.lstrip())
+
+def _forms_of(part: Part, message: Message, rule: Rule) -> list[str]:
+    """The texts that a part may have in the rendering."""
+    value, stripped = part.value, part.value.strip()
+    if part.kind == "argument":  # inside JSON
+        return [value, *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))]
+    if part.kind == "reasoning":
+        return [value, stripped]
+    if message["role"] == "tool":  # some templates write results as JSON
+        escaped = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (stripped, value))
+        return [value, stripped, *escaped]
+    if rule == "learned" and message["role"] == "assistant":
+        return [value]
+    return [value, stripped, value.rstrip(), value.lstrip()]
 
 
 def _marked(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
@@ -454,6 +443,12 @@ def _named(part: Part, message: Message) -> str:
         "argument": f"argument {part.value[:40]!r}",
     }
     return f"{kinds.get(part.kind, part.kind)} of message {part.message} ({message['role']})"
+
+
+def _changed(part: Part, message: Message, written: str) -> NotRendered:
+    rule = f"the chat template changes the {_named(part, message)}: it writes {written!r}"
+    more = ", or write a row per assistant message" if message["role"] == "assistant" else ""
+    return NotRendered(rule, f"leave out what it changes{more}")
 
 
 def _not_shown(part: Part, message: Message, count: int) -> NotRendered:

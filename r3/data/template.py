@@ -1,4 +1,4 @@
-"""A model's chat template: conversations to text and tokens, and the tokens that end a turn.
+"""A model's tokenizer and chat template: conversations to tokens, and what ends a turn.
 
 The text of messages and tools is others' text: `<|im_end|>` in a question is ten characters, not
 the token that ends a turn. A template joins it with control tokens of its own, so `Renderer.render`
@@ -17,11 +17,20 @@ from types import MappingProxyType
 from typing import Any
 
 from r3.data.conversation import MessageFault, half_character, read_message
-from r3.data.jinja import TemplateFault
-from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule
+from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule, TemplateFault
 from r3.models.families import text_model
+from r3.models.hub import folder_of
+from r3.runtime.process import importing, is_leader
+from r3.runtime.terminal import say
 from r3.types import Message
 from r3.user_code.loading import problem
+
+TIKTOKEN = "tiktoken.model"
+TIKTOKEN_FIX = 'convert it, see "Models without tokenizer.json" in docs/models.md'
+"""What Kimi-K2 has in place of tokenizer.json, and what to do."""
+
+# Letters, digits, white space, an accent and other scripts, which such rules treat differently.
+_PROBE_TEXT = "Tom's 12345 books,\n\n  and 3\u00e9 \u65e5\u672c"
 
 # Stands for the model's message. No template changes letters and digits.
 PLACEHOLDER = "R3messageofthemodel"
@@ -30,11 +39,56 @@ _CONTENT = PLACEHOLDER[::-1]  # stands for that of another message
 # Unicode keeps this code point for programs: it is no character of any text. In a text that has it
 # all the same it is doubled.
 _MARK = "\ufdd0"
-_REPLACEMENT = "\ufffd"  # stands for bytes that are no character
-_SPACE = "\u2581"  # stands for a space in vocabularies of SentencePiece
 
 _QUESTION: Sequence[Message] = ({"role": "user", "content": "a"},)
 _REPLY: Message = {"role": "assistant", "content": PLACEHOLDER}
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a model, with the rules of its tokenizer.json.
+
+    Where tokenizer_config.json names certain classes, transformers 5 follows the class instead (its
+    issue 45488): with LlamaTokenizerFast, DeepSeek's distilled models see no spaces.
+
+    For a model_type that it does not know (kimi_k2), it may fail at config.json.
+
+    Args:
+        path: a folder, or a model of the hub in the cache.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: of transformers,
+            for files that are missing or damaged.
+    """
+    with importing():
+        from tokenizers import Tokenizer
+        from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(folder_of(path))
+    file, config = folder / "tokenizer.json", folder / "config.json"
+    if not file.is_file() and (folder / TIKTOKEN).is_file():
+        # transformers would split texts by a rule of its own. The model's is in its code.
+        raise ValueError(f"it has {TIKTOKEN} and no tokenizer.json: {TIKTOKEN_FIX}")
+    # R3 checks lengths itself and names the row, so the warning of transformers is off. Without
+    # trust_remote_code, transformers asks in the terminal whether code of the model may run.
+    keys: dict[str, Any] = dict(model_max_length=10**9, trust_remote_code=False)
+    values = json.loads(config.read_bytes()) if config.is_file() else {}
+    kinds = {part.get("model_type", "llama") for part in (values, values.get("text_config", {}))}
+    if file.is_file() and not all(kind in CONFIG_MAPPING for kind in kinds):
+        return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
+    found: Any = AutoTokenizer.from_pretrained(folder, **keys)
+    if type(found) is PreTrainedTokenizerFast or not file.is_file():
+        return found
+    tokens = Tokenizer.from_file(str(file)).encode(_PROBE_TEXT, add_special_tokens=False).ids
+    if found(_PROBE_TEXT, add_special_tokens=False)["input_ids"] == tokens:
+        return found
+    if is_leader():
+        say(
+            f"warning: {path}: transformers would read texts as {type(found).__name__} does, "
+            "otherwise than tokenizer.json says. R3 reads them by the file. For servers of the "
+            'export, write "tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json',
+            error=True,
+        )
+    return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
 
 
 class Renderer:
@@ -177,25 +231,6 @@ class Renderer:
         """Tokenise several rendered texts at once."""
         found = iter(self._encoded([text for text in texts if _MARK not in text]))
         return [self._cut(text) if _MARK in text else next(found) for text in texts]
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token, which may be part of a character."""
-        text: str = self._tokenizer.decode([token])
-        piece: str = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if _REPLACEMENT not in text:
-            # SentencePiece leaves out a space at the beginning of what it decodes.
-            spaces = len(piece) - len(piece.lstrip(_SPACE))
-            return b" " * (spaces - len(text) + len(text.lstrip(" "))) + text.encode()
-        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
-            return bytes.fromhex(byte[1])
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        # Letters in the vocabularies of byte-level BPE, which have no control characters.
-        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        try:
-            return bytes(byte_of[letter] for letter in piece)
-        except KeyError:
-            return text.encode()
 
     def after(
         self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3.config import ConfigError
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.data.template import PLACEHOLDER, Renderer
 from r3.types import Message
 from r3.user_code.loading import problem

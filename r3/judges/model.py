@@ -17,9 +17,8 @@ import torch
 
 from r3.config import RewardConfig
 from r3.data.conversation import replied
-from r3.data.jinja import TemplateFault
-from r3.data.template import Renderer
-from r3.data.tokenizer import load_tokenizer
+from r3.data.rendering import TemplateFault
+from r3.data.template import Renderer, load_tokenizer
 from r3.models.hub import folder_of
 from r3.rewards import checked
 from r3.runtime.device import Device, Stash, select_device

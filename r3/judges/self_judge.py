@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
 from r3.judges.judge import filled, parsed, template_of
 from r3.rewards import Score

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3.data.conversation import is_learned
-from r3.data.jinja import TemplateFault
-from r3.data.rendering import NotRendered, Rendered
+from r3.data.rendering import NotRendered, Rendered, TemplateFault
 from r3.data.template import Renderer
 from r3.types import Message
 

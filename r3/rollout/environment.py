@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Transcript
 from r3.envs.calls import Step
 from r3.envs.runner import StateError

@@ -16,7 +16,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
-from r3.data.tokenizer import load_tokenizer
+from r3.data.template import load_tokenizer
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup

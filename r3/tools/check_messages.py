@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from r3.data.conversation import is_learned, tool_name
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import Task

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError, EnvConfig
-from r3.data.jinja import TemplateFault
+from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
 from r3.envs.calculator import Calculator
 from r3.envs.chat import Chat

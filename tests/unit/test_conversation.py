@@ -11,9 +11,8 @@ import pytest
 
 from r3.config import ConfigError, EnvConfig, parse_value, with_values
 from r3.data.conversation import MessageFault, read_message, read_messages, read_tools
-from r3.data.jinja import TemplateFault
 from r3.data.prompts import DataError, load_prompts
-from r3.data.rendering import ChatTemplate
+from r3.data.rendering import ChatTemplate, TemplateFault
 from r3.data.rows import Columns
 from r3.data.template import Renderer
 from r3.rollout.conversation import ConversationSetup

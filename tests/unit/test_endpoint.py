@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from r3 import assets
 from r3.agents.endpoint import serve
+from r3.agents.openai_api import token_bytes
 from r3.agents.workflows import Workflows
 from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
@@ -391,6 +393,15 @@ def test_bytes_of_a_token_are_its_own_and_not_those_of_a_replacement() -> None:
     whole = bytes(byte for each in listed for byte in each.bytes)
     assert whole.decode() == "猫 😀<|im_end|>"
     assert any(each.token == "\ufffd" for each in listed), "some token is part of a character"
+
+
+def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
+    """SentencePiece decodes a token by itself without it."""
+    vocabulary = {"<s>": 0, "\u2581a": 1, "a": 2, "\u2581\u2581": 3}
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
+    assert [token_bytes(tokenizer, each) for each in range(4)] == [b"<s>", b" a", b"a", b"  "]
 
 
 def test_a_call_named_by_half_a_character_reaches_the_client() -> None:

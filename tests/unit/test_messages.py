@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.checks import problems
 from r3.config import Config, ConfigError, RewardConfig, from_yaml
-from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError
+from r3.data.rendering import EndlessTemplate, apply_template
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
 from r3.judges.http import ChatJudge

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError
-from r3.data.jinja import TemplateFault
 from r3.data.prompts import load_prompts
-from r3.data.template import Renderer
-from r3.data.tokenizer import load_tokenizer
+from r3.data.rendering import TemplateFault
+from r3.data.template import Renderer, load_tokenizer
 from r3.envs.chat import Chat
 from tests.rows import OPTIONS, write
 from tests.tiny import BASE, tokenizer_folder
@@ -235,17 +234,6 @@ def test_two_texts_make_no_control_token_together() -> None:
     assert "7<|im_end|>8" in Renderer(loaded(template), control_tokens=True).render([message])
     rendered = Renderer(loaded(template)).render([message | {"content": " end|>8"}])
     assert rendered == "<|im_start|>7<|im_ end|>8<|im_end|>"
-
-
-def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
-    """SentencePiece decodes a token by itself without it."""
-    vocabulary = {"<s>": 0, "\u2581a": 1, "a": 2, "\u2581\u2581": 3}
-    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
-    tokenizer.chat_template = "{%- for m in messages %}{{ m.content }}{%- endfor %}"
-    renderer = Renderer(tokenizer)
-    assert [renderer.token_bytes(each) for each in range(4)] == [b"<s>", b" a", b"a", b"  "]
 
 
 KIMI = "|".join(

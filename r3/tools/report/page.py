@@ -14,7 +14,7 @@ from typing import Any
 
 import r3
 from r3.config import Config, as_typed, flatten
-from r3.data.tokenizer import load_tokenizer
+from r3.data.template import load_tokenizer
 from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
