@@ -20,8 +20,7 @@ from r3.envs.calls import announced, require_same
 from r3.envs.workflow import Model, ModelLimit, Workflow
 from r3.metrics.glossary import checked_metrics
 from r3.types import Prompt
-from r3.user_code.calls import CallError, CallTimeout
-from r3.user_code.values import number, own_copy
+from r3.user_code.calls import CallError, CallTimeout, number, own_copy
 from r3.user_code.workers import Done, Pool, Threads
 
 _WAIT_S = 0.01  # for calls of the model, between looks at episodes that have ended

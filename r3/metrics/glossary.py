@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from r3.metrics.reduce import UsersMean
-from r3.user_code.values import number
+from r3.user_code.calls import number
 
 LAYER_AGREEMENT = "routing/agreement_layer/"
 MOST = 32

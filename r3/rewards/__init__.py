@@ -25,10 +25,9 @@ from r3.data.numbers import final_number
 from r3.metrics.glossary import checked_metrics
 from r3.runtime.terminal import say
 from r3.types import Prompt
-from r3.user_code.calls import CallError
-from r3.user_code.loading import UserFunction, Wanted, load_functions, problem
+from r3.user_code.calls import CallError, awaited, number, own_copy
+from r3.user_code.loading import UserFunction, Wanted, load, load_functions, problem
 from r3.user_code.time_limit import time_limit
-from r3.user_code.values import number, own_copy
 
 Reward = Callable[[str, Prompt], Any]
 
@@ -195,3 +194,33 @@ def checked_group(values: Any, count: int) -> tuple[Score, ...]:
             again=False,
         )
     return tuple(checked_score(value) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Calls a user's function and checks what it returns.
+
+    In worker processes, which have loaded its file already and import no settings, `function` is
+    its path.
+    """
+
+    function: Callable[..., Any] | str
+    arguments: dict[str, Any]
+    of_group: bool
+
+    def call(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
+        value = self._started(response, prompt, messages)
+        return self._checked(awaited(value), response)
+
+    async def call_async(self, response: Any, prompt: Prompt, *messages: Any) -> Any:
+        return self._checked(await self._started(response, prompt, messages), response)
+
+    def _started(self, response: Any, prompt: Prompt, messages: tuple[Any, ...]) -> Any:
+        """Call the function with copies: it may change what it gets."""
+        function = load(self.function) if isinstance(self.function, str) else self.function
+        named = {"messages": messages[0]} if messages else {}
+        return function(own_copy(response), own_copy(prompt), **own_copy(self.arguments | named))
+
+    def _checked(self, value: Any, response: Any) -> Score | tuple[Score, ...]:
+        """Check the value of one response, or those of a group's list of responses."""
+        return checked_group(value, len(response)) if self.of_group else checked_score(value)

@@ -28,8 +28,7 @@ from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
-from r3.rewards import REWARDS, UNREAD, Score, checked_score, own_functions
-from r3.rewards.own import Own
+from r3.rewards import REWARDS, UNREAD, Own, Score, checked_score, own_functions
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.calls import CallError, Failure

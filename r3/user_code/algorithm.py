@@ -19,8 +19,8 @@ from torch import Tensor
 from r3.algo.advantage import ADVANTAGES
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig
+from r3.user_code.calls import own_copy
 from r3.user_code.loading import cached, functions_of_algorithm
-from r3.user_code.values import own_copy
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 

@@ -25,8 +25,8 @@ from r3.rewards.scorer import make_scorer
 from r3.tools.contract import example_inputs, example_rewards
 from r3.types import Prompt
 from r3.user_code.algorithm import advantage_of, bounds_of, loss_of
+from r3.user_code.calls import flag, number, own_copy
 from r3.user_code.loading import load
-from r3.user_code.values import flag, number, own_copy
 from tests.environments import collect, said
 from tests.rounds import play_round
 from tests.tiny import random_rollouts
@@ -151,7 +151,7 @@ def test_rewards_cannot_change_what_others_see(file: Path, name: str, workers: i
 
 
 def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("r3.rewards.own.own_copy", lambda value: value)
+    monkeypatch.setattr("r3.rewards.own_copy", lambda value: value)
     (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     scorer, prompt = make_scorer(RewardConfig(function=(f"{file}:alone",))), fragile()
     assert scorer(made, prompt) < scorer(made, prompt)
