@@ -18,7 +18,7 @@ one when it is needed, and says when that is.
 | `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
-| `judges` | `reward.function` http, self_judge, model, math |
+| `judges` | `reward.function` http, self_judge, model, math, gym |
 | `backends` | `model.experts` fused; exchanges between data-parallel ranks |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
@@ -59,6 +59,13 @@ def exchange_without_copies(wrapped: list[Any]) -> None:
     from r3.backends.exchange import exchange_without_copies
 
     exchange_without_copies(wrapped)
+
+
+def device_problems(config: Config, shape: Any, *, is_cuda: bool) -> list[Any]:
+    """What a device cannot run (r3.backends.check)."""
+    from r3.backends.check import device_problems
+
+    return device_problems(config, shape, is_cuda=is_cuda)
 
 
 def triton_kernels() -> ModuleType:

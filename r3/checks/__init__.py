@@ -27,12 +27,9 @@ from r3.checks.functions import (
 from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_batch, check_layout, check_lengths
 from r3.checks.model import (
-    allocator_problems,
     check_freeze,
     check_lora,
     check_model,
-    cpu_engine_problems,
-    cuda_expert_problems,
 )
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.data.sources import ReadsRows, read_rows

@@ -11,7 +11,7 @@ from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, wit
 from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
 
-BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", *JUDGES, *ENVIRONMENT)
+BUILTIN_REWARDS = ("gsm8k", "exact", "row", *JUDGES, *ENVIRONMENT)
 """Those of r3.rewards, which imports numpy, and those with a class."""
 
 

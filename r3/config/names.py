@@ -8,7 +8,7 @@ from typing import Any
 # Names in `reward.function` that stand for the environment's own reward. `none` says that there is
 # no other reward function.
 ENVIRONMENT = ("env", "none")
-JUDGES = ("http", "self_judge", "model", "math")  # an extra brings them
+JUDGES = ("gym", "math", "http", "self_judge", "model")  # an extra brings them
 
 
 def names_of(specs: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.data.template import Renderer
-from r3.rewards.scorer import Component
+from r3.rewards.scorer import Component, here
 from r3.user_code.loading import problem
 from r3.user_code.workers import Pool, Processes, Threads
 
@@ -15,7 +15,7 @@ from r3.user_code.workers import Pool, Processes, Threads
 def component(
     name: str, spec: str, settings: RewardConfig, *, model: Any, renderer: Renderer | None
 ) -> Component:
-    """Return the component of `reward.function` self_judge, http, model or math.
+    """Return the component of `reward.function` self_judge, http, model, math or gym.
 
     Args:
         name: in metrics and dumps.
@@ -43,9 +43,11 @@ def component(
         pool = new_pool(model.batches())
         lacks = "a reward model is loaded on a device only"
         return Component(name=name, function=model.score, pool=pool, judges=True, lacks=lacks)
-    assert spec == "math", spec
     from r3.judges import verifier
 
+    if spec == "gym":
+        return here(name, verifier.gym)
+    assert spec == "math", spec
     try:
         import math_verify  # noqa: F401
     except ImportError as error:

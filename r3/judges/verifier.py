@@ -1,22 +1,26 @@
-"""Compare mathematical answers with `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
+"""Answers that others' code compares: `math` by math-verify, `gym` by the task of reasoning-gym.
 
-It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may
-compute for hours. A response that sympy cannot read, or not in 5 s, is wrong and is counted. The
-limits and catches of math-verify are off: they would turn a fault into a wrong answer uncounted.
+To math-verify, 1/2, 0.5 and \\frac{1}{2} are equal. It runs in worker processes: terms that the
+model wrote go to sympy, which may compute for hours. A response that sympy cannot read, or not in
+5 s, is wrong and is counted. The limits and catches of math-verify are off: they would turn a fault
+into a wrong answer uncounted.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from r3.data.numbers import plain
-from r3.rewards import Score, compared
+from r3.rewards import Score, checked
+from r3.runtime.terminal import say
 from r3.types import Prompt
-from r3.user_code.calls import CallError
+from r3.user_code.calls import CallError, own_copy
+from r3.user_code.time_limit import time_limit
 
 # It warns at every call that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -59,6 +63,57 @@ _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _ARITHMETIC = re.compile(r"(?=.*[0-9])(?:[-+*/^().!\s{}0-9]|\\(?:[dt]?frac|sqrt|cdot|times|div))+")
 _DECIMALS = re.compile(r"\s*[-+]?[0-9]*\.([0-9]+)\s*")
 _CLOSE = 2e-6  # relative, of 1/3 and 0.333333
+
+
+UNREAD = {name: f"reward/{name}_unread" for name in ("math", "gym")}
+"""Metrics by the function: 1 for a response that could not be compared."""
+_LIMIT_S = 5.0  # of one response, which takes milliseconds
+_SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
+
+
+# No <answer> inside of another one: else the search to the end restarts at each.
+_FINAL_ANSWER = re.compile(
+    r"####[ \t]*([^\n]+)|<answer>((?:(?!<answer>).)+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}",
+    re.DOTALL,
+)
+
+
+def compared(name: str, value: Callable[[], float], response: str) -> Score:
+    """Return what others' code makes of a response, or 0 if it fails or takes more than 5 s.
+
+    Args:
+        name: built-in function that asks, a key of `UNREAD`.
+        value: compares the response.
+        response: for the message.
+    """
+    try:
+        return Score(checked(time_limit(value, _LIMIT_S, TimeoutError)), {UNREAD[name]: 0.0})
+    except Exception as error:  # it raises anything for text that a model may write
+        if name not in _SAID:
+            _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            say(
+                f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
+                f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
+                f"{response[-200:]!r}",
+                error=True,
+            )
+        return Score(0.0, {UNREAD[name]: 1.0})
+
+
+def gym(response: str, prompt: Prompt) -> Score:
+    """Return the score of the final answer by the scorer of the reasoning-gym task.
+
+    Its scorers expect a bare answer: the text after the last `####`, or inside the last `<answer>`
+    or `\\boxed`, else the whole response. Partial credit is the task's. A response for which the
+    scorer fails or takes more than 5 s scores 0, which the metric `reward/gym_unread` counts.
+    """
+    from reasoning_gym.factory import get_score_answer_fn
+
+    found = _FINAL_ANSWER.findall(response)
+    answer = next(filter(None, found[-1])) if found else response
+    entry = own_copy(prompt.metadata["entry"])  # the scorers are others' code
+    scorer = get_score_answer_fn(prompt.metadata["gym"])
+    return compared("gym", lambda: float(scorer(answer.strip(), entry)), response)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

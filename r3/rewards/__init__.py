@@ -16,32 +16,17 @@ policy would be trained on it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from r3.data.numbers import final_number
 from r3.metrics.glossary import checked_metrics
-from r3.runtime.terminal import say
 from r3.types import Prompt
 from r3.user_code.calls import CallError, awaited, number, own_copy
 from r3.user_code.loading import UserFunction, Wanted, load, load_functions, problem
-from r3.user_code.time_limit import time_limit
 
 Reward = Callable[[str, Prompt], Any]
-
-UNREAD = {name: f"reward/{name}_unread" for name in ("math", "gym")}
-"""Metrics by the function: 1 for a response that could not be compared."""
-_LIMIT_S = 5.0  # of one response, which takes milliseconds
-_SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
-
-
-# No <answer> inside of another one: else the search to the end restarts at each.
-_FINAL_ANSWER = re.compile(
-    r"####[ \t]*([^\n]+)|<answer>((?:(?!<answer>).)+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}",
-    re.DOTALL,
-)
 
 
 def gsm8k(response: str, prompt: Prompt) -> float:
@@ -65,23 +50,7 @@ def exact(response: str, prompt: Prompt) -> float:
     return float(response.strip() in [answer.strip() for answer in prompt.accepted])
 
 
-def gym(response: str, prompt: Prompt) -> Score:
-    """Return the score of the final answer by the scorer of the reasoning-gym task.
-
-    Its scorers expect a bare answer: the text after the last `####`, or inside the last `<answer>`
-    or `\\boxed`, else the whole response. Partial credit is the task's. A response for which the
-    scorer fails or takes more than 5 s scores 0, which the metric `reward/gym_unread` counts.
-    """
-    from reasoning_gym.factory import get_score_answer_fn
-
-    found = _FINAL_ANSWER.findall(response)
-    answer = next(filter(None, found[-1])) if found else response
-    entry = own_copy(prompt.metadata["entry"])  # the scorers are others' code
-    scorer = get_score_answer_fn(prompt.metadata["gym"])
-    return compared("gym", lambda: float(scorer(answer.strip(), entry)), response)
-
-
-REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
+REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact}
 
 # Names that the two parameters have where the order is another one, as in TRL.
 _PROMPTS, _RESPONSES = ("prompt", "prompts"), ("response", "completion", "completions")
@@ -140,28 +109,6 @@ class Score:
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def compared(name: str, value: Callable[[], float], response: str) -> Score:
-    """Return what others' code makes of a response, or 0 if it fails or takes more than 5 s.
-
-    Args:
-        name: built-in function that asks, a key of `UNREAD`.
-        value: compares the response.
-        response: for the message.
-    """
-    try:
-        return Score(checked(time_limit(value, _LIMIT_S, TimeoutError)), {UNREAD[name]: 0.0})
-    except Exception as error:  # it raises anything for text that a model may write
-        if name not in _SAID:
-            _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            say(
-                f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
-                f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
-                f"{response[-200:]!r}",
-                error=True,
-            )
-        return Score(0.0, {UNREAD[name]: 1.0})
 
 
 def checked_score(value: Any) -> Score:

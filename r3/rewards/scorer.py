@@ -28,7 +28,7 @@ from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
-from r3.rewards import REWARDS, UNREAD, Own, Score, checked_score, own_functions
+from r3.rewards import REWARDS, Own, Score, checked_score, own_functions
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.calls import CallError, Failure
@@ -128,7 +128,8 @@ class _Case:
         """Take what a component returned; fail if another one reported the same metric."""
         score = value if isinstance(value, Score) else Score(value)
         # Two functions may be math (one by the row), which says the same of one response.
-        if twice := sorted(self.metrics.keys() & score.metrics.keys() - {*UNREAD.values()}):
+        twice = sorted(self.metrics.keys() & score.metrics.keys())
+        if twice := [name for name in twice if not name.endswith("_unread")]:
             return Failure("error", f"two functions report {', '.join(twice)}. Rename one")
         self.parts[name] = score.value
         self.metrics |= score.metrics
@@ -164,7 +165,7 @@ class Scorer:
     @classmethod
     def of_function(cls, function: Callable[[Rollout, Prompt], float]) -> Scorer:
         """Score by one function of the rollout, called in the caller's thread."""
-        return cls([replace(_here("function", function), takes="rollout")])
+        return cls([replace(here("function", function), takes="rollout")])
 
     @property
     def outstanding(self) -> int:
@@ -402,12 +403,12 @@ def make_scorer(
     def component(name: str, spec: str) -> Component:
         if spec == "row":
             by_verifier = {name: component(name, spec) for name, spec in of_rows}
-            return replace(_here(name, _no_verifier), by_verifier=by_verifier)
+            return replace(here(name, _no_verifier), by_verifier=by_verifier)
         if spec in ENVIRONMENT:
-            given = _here(name, lambda reward, prompt: reward)
+            given = here(name, lambda reward, prompt: reward)
             return replace(given, takes="environment", lacks="the environment gives it")
         if spec in REWARDS:
-            return _here(name, REWARDS[spec])
+            return here(name, REWARDS[spec])
         if spec in JUDGES:
             return extras.judge(name, spec, settings, model=model, renderer=renderer)
         return _own_component(name, spec, settings, own[name, spec])
@@ -448,7 +449,8 @@ def _own_component(name: str, spec: str, settings: RewardConfig, loaded: UserFun
     )
 
 
-def _here(name: str, function: Callable[..., Any]) -> Component:
+def here(name: str, function: Callable[..., Any]) -> Component:
+    """Return the component of a function that takes microseconds."""
     # The caller's own thread has no time limit, and a function that fails once fails again.
     pool = Pool(Here(), timeout_s=float("inf"))
 

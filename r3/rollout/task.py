@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from r3 import extras
-from r3.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
@@ -150,10 +149,7 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     shape = ModelShape.read(config.model.path)
     if not config.eval.only:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
-    if has_gpu():
-        _refuse([*allocator_problems(os.environ), *cuda_expert_problems(config, shape)])
-    elif config.uses_engine:
-        _refuse(cpu_engine_problems(config, shape))
+    _refuse(extras.device_problems(config, shape, is_cuda=has_gpu()))
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse(_unfit(config, shape, world_size))

@@ -156,4 +156,6 @@ def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:
 
 def test_builtin_rewards_are_those_that_exist() -> None:
     message = found({"reward.function": "x"})["reward.function"]
-    assert f"use one of {', '.join(REWARDS)}, row, http, self_judge, model, math, env" in message
+    assert (
+        f"use one of {', '.join(REWARDS)}, row, gym, math, http, self_judge, model, env" in message
+    )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from r3.checks import allocator_problems, cuda_expert_problems
+from r3.backends.check import allocator_problems, cuda_expert_problems
 from r3.models.shape import ModelShape
 from r3.runtime.device import (
     Device,

@@ -39,7 +39,7 @@ def test_numbers_pass() -> None:
         assert type(checked(value)) is float
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym"}))  # it asks more of a row
+@pytest.mark.parametrize("name", sorted(REWARDS))
 def test_every_built_in_gives_a_number(name: str) -> None:
     assert REWARDS[name]("#### 7", prompt("#### 7")) == 1.0
     assert REWARDS[name]("#### 8", prompt("#### 7")) == 0.0

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from r3 import rewards
 from r3.config import EnvConfig
 from r3.engine import Sampling, message_parser
 from r3.envs.calculator import Calculator
@@ -21,7 +20,7 @@ from r3.envs.find import ENVIRONMENTS
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
 from r3.judges import verifier as verify
 from r3.judges.judge import parsed
-from r3.rewards import _FINAL_ANSWER, Score, exact, gsm8k
+from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from r3.user_code.time_limit import time_limit
@@ -270,13 +269,13 @@ def test_verifiers_score_any_response(reward: Callable[[str, Prompt], Any]) -> N
 
 def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    monkeypatch.setattr(rewards, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
     hard = ["\\boxed{x" + "!" * 50 + "}", "\\boxed{10^{10^{10}}}", "#### " + "9" * 6000]
     unread = 0.0
     for text in [*hard, *odd_texts(40)]:
         score = time_limit(lambda text=text: verify.equal(text, PROMPT), LIMIT_S, Late)
         assert score.value == 0.0
-        unread += score.metrics[rewards.UNREAD["math"]]
+        unread += score.metrics[verify.UNREAD["math"]]
     assert unread >= len(hard)
     assert verify.equal("\\boxed{\\frac{14}{2}}", PROMPT).value == 1.0
 
@@ -284,26 +283,26 @@ def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_others_scorers_fail_or_run_without_end_for_one_response_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rewards, "_LIMIT_S", 0.3)
-    monkeypatch.setattr(rewards, "_SAID", {})
+    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(verify, "_SAID", {})
     endless = re.compile("(a+)+$")
     for value in (
         lambda: endless.match("a" * 40 + "b"),
         lambda: float("seven"),
         lambda: float("nan"),
     ):
-        score = rewards.compared("gym", value, "seven")
+        score = verify.compared("gym", value, "seven")
         assert score == Score(0.0, {"reward/gym_unread": 1.0})
-    scored = rewards.compared("gym", lambda: 0.5, "7")
+    scored = verify.compared("gym", lambda: 0.5, "7")
     assert scored == Score(0.5, {"reward/gym_unread": 0.0})
-    assert rewards.checked_score(scored) is scored, "what the scorer of a run takes"
+    assert checked_score(scored) is scored, "what the scorer of a run takes"
     assert capsys.readouterr().err.count("gym could not compare a response (TimeoutError") == 1
 
 
 @pytest.mark.parametrize("part", ["<answer>", "####", "\\boxed{", "\\boxed{{}", "####\t"])
 def test_looking_for_the_final_answer_takes_linear_time(part: str) -> None:
     began = time.monotonic()
-    _FINAL_ANSWER.findall(part * 30_000)
+    verify._FINAL_ANSWER.findall(part * 30_000)
     # 0.01 s on an idle core; a search to the end from each part takes a minute.
     assert time.monotonic() - began < 3
 

@@ -530,7 +530,7 @@ def test_two_files_of_one_name_have_prompts_of_different_names(
 
 def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
-    from r3.rewards import gym
+    from r3.judges.verifier import gym
 
     source = "gym:chain_sum,size=20,seed=3,min_terms=2,max_terms=3"
     dataset = load_prompts(source, tokenizer, columns=Columns(prompt="ask"), max_prompt_tokens=400)
