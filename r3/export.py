@@ -28,6 +28,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
 from r3.lora.peft import adapter_config, adapter_notes, joined_in, write_adapter
+from r3.lora.plan import adapted_tensors
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
@@ -37,7 +38,6 @@ from r3.models.hf_checkpoint import (
     write_checkpoint,
 )
 from r3.models.hub import is_hub
-from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision
 from r3.policy.transformer_config import transformer_config

@@ -17,6 +17,7 @@ one when it is needed, and says when that is.
 | `tools.trackers` | `log.tracker` |
 | `agents` | `env.command`, a workflow as `env.path` |
 | `lora` | `lora.rank` |
+| `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math, gym |
 | `backends` | `model.experts` fused; exchanges between data-parallel ranks |
@@ -129,6 +130,34 @@ def adapters() -> ModuleType:
     from r3.lora import adapters
 
     return adapters
+
+
+def check_lora(*given: Any) -> list[str]:
+    """Check `lora` and `model.base` (r3.lora.check)."""
+    from r3.lora.check import check_lora
+
+    return check_lora(*given)
+
+
+def adapter_plan() -> ModuleType:
+    """Which matrices have adapters, without torch (`lora.rank`): r3.lora.plan."""
+    from r3.lora import plan
+
+    return plan
+
+
+def quantised() -> ModuleType:
+    """How quantised checkpoints are stored, without torch: r3.quantised.formats."""
+    from r3.quantised import formats
+
+    return formats
+
+
+def dequantised(*given: Any) -> Any:
+    """A slice of a quantised tensor of a checkpoint, in bfloat16 (r3.quantised.values)."""
+    from r3.quantised.values import read
+
+    return read(*given)
 
 
 def teachers(config: Config, device: Any, mesh: Any) -> Any:

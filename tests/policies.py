@@ -20,7 +20,7 @@ from r3.config import Config
 from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.models.sharding import planned_shards
+from r3.models.tensors import planned_shards
 from r3.policy import Policy
 from r3.policy import build as build_policy
 from r3.policy.objective import NONE_MADE, Passes, policy_loss

@@ -28,7 +28,6 @@ from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_batch, check_layout, check_lengths
 from r3.checks.model import (
     check_freeze,
-    check_lora,
     check_model,
 )
 from r3.config import SETTINGS, Config, Problem, key_problems
@@ -91,7 +90,9 @@ def examine(
     if config.algo.teacher or config.train.objective == "distill":
         extras.check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
-    of_adapter = check_lora(config, found, shape)
+    of_adapter = []
+    if config.lora.rank or config.model.base != "dtype":
+        of_adapter = extras.check_lora(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 from r3.checks.findings import Findings
-from r3.config import Config, ConfigError
+from r3.config import Config
 from r3.models.download import fetch_small, weights_note
-from r3.models.freeze import frozen_tensors
+from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.hub import HubError, command, is_hub
-from r3.models.lora import adapted_tensors, adapter_fault, other_base, untrained_chunk
-from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
+from r3.models.shape import ModelShape, ShapeError
+from r3.models.tensors import frozen_tensors
 from r3.user_code.loading import path_fix
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
@@ -29,57 +29,9 @@ def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> N
     if shape and config.train.freeze:
         try:
             frozen_tensors(shape, config.train.freeze)
-        except ConfigError as error:
-            found.problems.extend(error.problems)
-
-
-def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> list[str]:
-    """`lora` finds matrices of the model, in every chunk of the pipeline, and its layout works.
-
-    Returns:
-        A warning if `lora.start` names another base.
-    """
-    lora, parallel = config.lora, config.parallel
-    if shape is None or not found.sound("lora.rank", "train.freeze", "parallel.pp_layers"):
-        return []
-    try:
-        adapted = adapted_tensors(shape, lora, config.train.freeze)
-    except ConfigError as error:
-        found.problems.extend(error.problems)
-        return []
-    if not adapted:
-        if config.model.base != "dtype":
-            rule = "needs frozen weights, and without lora.rank all are trained"
-            found.add("model.base", rule, "set lora.rank, or leave it out")
-        return []
-    if lora.start and not (Path(lora.start) / "adapter_config.json").is_file():
-        fix = "give a folder that PEFT or `python -m r3.export RUN --adapter` wrote"
-        found.add("lora.start", "is no folder of a PEFT adapter: no adapter_config.json", fix)
-    elif lora.start and (fault := adapter_fault(lora.start, shape, adapted)):
-        fix = "use the settings that the adapter has, or merge it and give the merged model"
-        found.add("lora.start", fault, fix)
-    if "experts" in lora.targets and config.model.experts == "sequential":
-        rule = "experts have adapters, which run with all experts of a rank as one tensor"
-        found.add("model.experts", rule, "use --model.experts auto")
-    etp = parallel.etp or parallel.tp
-    if "experts" in lora.targets and etp not in (1, parallel.tp):
-        rule = "experts have adapters, and it is neither 1 nor parallel.tp"
-        found.add("parallel.etp", rule, f"use 1 or {parallel.tp}")
-    if found.sound("parallel.pp", "parallel.vpp"):
-        number = untrained_chunk(shape, parallel, adapted)
-        if number is not None:
-            rule = f"give chunk {number} of the pipeline nothing to train"
-            found.add("lora.targets", rule, "add attention, or use fewer stages")
-    if (
-        lora.start
-        and found.sound("lora.start")
-        and (base := other_base(lora.start, config.model.path))
-    ):
-        return [
-            f"lora.start = {lora.start!r} was trained on {base!r}, and model.path is "
-            f"{config.model.path!r}. On other weights, the adapter is another model"
-        ]
-    return []
+        except ValueError as error:
+            value, rule, fix = error.args
+            found.add("train.freeze", rule, fix, value=value)
 
 
 def check_model(config: Config, found: Findings) -> ModelShape | None:

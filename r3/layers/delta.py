@@ -36,7 +36,7 @@ class GatedDelta(MegatronModule):
         )
         self.sizes = sizes
         for name, shape in sizes.tensor_shapes(config.hidden_size).items():
-            # `r3.models.rules` knows these names.
+            # `r3.models.tensors` knows these names.
             weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             self.register_parameter(name.replace(".", "_"), weight)
 

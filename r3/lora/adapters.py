@@ -28,10 +28,10 @@ from torch import nn
 
 from r3.config import Config
 from r3.lora.peft import adapter_reader
+from r3.lora.plan import adapted_tensors, quantised_tensors
 from r3.lora.quantised_weight import QuantisedWeight
-from r3.models.lora import adapted_tensors, quantised_tensors
-from r3.models.rules import Kind, conversion_rules
 from r3.models.shape import ModelShape
+from r3.models.tensors import Kind, conversion_rules
 from r3.policy.weight_slots import Slot, slots, views
 from r3.runtime.device import storage_of, to_host
 from r3.runtime.mesh import Axis, Mesh

@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 
 from r3.config import LoraConfig
+from r3.lora.plan import factor_names, matrices, scale_in
 from r3.models.families import FAMILIES
 from r3.models.hf_checkpoint import save, whole_folder
 from r3.models.hub import is_hub, parsed
-from r3.models.lora import factor_names, matrices, scale_in
 from r3.models.shape import ModelShape
 
 # Model types whose experts PEFT 0.21 converts to the tensors of transformers 5.19.

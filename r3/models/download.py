@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from r3.models.files import AbsentWeightsError, weight_files
 from r3.models.hub import (
     INDEX,
     SMALL_FILES,
@@ -25,7 +26,6 @@ from r3.models.hub import (
     command,
     parsed,
 )
-from r3.models.shape import AbsentWeightsError, weight_files
 
 T = TypeVar("T")
 

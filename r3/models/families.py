@@ -2,7 +2,7 @@
 
 To add a family, write one function that returns fields of `ModelShape`, and one line in `FAMILIES`.
 Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's
-settings (r3/policy/transformer_config.py) and the conversion of weights (r3/models/rules.py). A
+settings (r3/policy/transformer_config.py) and the conversion of weights (r3/models/tensors.py). A
 family with a part that no other one has (a new router, a new attention) needs a field of
 `ModelShape` too, and that part in r3/layers/.
 """

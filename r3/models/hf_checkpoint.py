@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from r3.models.dequantise import MIDDLE, from_fp8, from_int4, from_mxfp4, unpacked
+from r3 import extras
 from r3.models.families import implied_keys, text_model
+from r3.models.files import WEIGHT_TYPES, text_name, weight_files
 from r3.models.hub import SMALL_FILES, folder_of
-from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
+from r3.models.shape import ModelShape, ShapeError
 
 # Every key that counts multi-token-prediction layers in some family (r3/models/families.py).
 _MTP_KEYS = (
@@ -33,6 +35,25 @@ _SHOWN_FAULTS = 12
 
 class CheckpointError(ValueError):
     """A checkpoint folder that cannot be used as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a slice of a tensor lies in the files.
+
+    Attributes:
+        stored: the tensor there; it may join several.
+        begin: number of the first row in it, those of all experts counted.
+        size: of the tensor that is read, not of its slice.
+        rows: those that are read.
+        others: what is read of the other dimensions.
+    """
+
+    stored: str
+    begin: int
+    size: tuple[int, ...]
+    rows: slice
+    others: tuple[slice, ...]
 
 
 class CheckpointReader:
@@ -53,8 +74,10 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
         self._slice_of: dict[str, Callable[[], Any]] = {}
         self._place_of: dict[str, tuple[str, int]] = {}
+        self._joins: set[str] = set()  # tensors of the files that join several
         self._alternates = False
-        self._group = 0  # columns that share a factor in int4; 0 = all of them
+        self._group = 0  # of `Quantised`
+        self._is_plain = True  # no tensor is quantised
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
@@ -66,7 +89,10 @@ class CheckpointReader:
                         f"{file}: tensor {name} is in another file of the folder as well"
                     )
                 self._slice_of[name] = functools.partial(handle.get_slice, stored)
-                self.shapes[name] = tuple(self._slice_of[name]().get_shape())
+                tensor = self._slice_of[name]()
+                self.shapes[name] = tuple(tensor.get_shape())
+                is_plain = tensor.get_dtype() in WEIGHT_TYPES and not name.endswith("_scale_inv")
+                self._is_plain &= is_plain
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -98,6 +124,7 @@ class CheckpointReader:
 
         for stored, (_, parts) in shape.as_stored(self.shapes).stored.items():
             self._alternates = shape.moe_names.alternates
+            self._joins.add(stored)
             row = 0
             for part in parts:
                 self._place_of[part] = stored, row
@@ -118,55 +145,38 @@ class CheckpointReader:
         size = self.shapes[name][dim]
         each = -(-size // count)
         part = slice(min(index * each, size), min((index + 1) * each, size))
-        where = [slice(None)] * len(self.shapes[name])
+        where = [slice(0, each) for each in self.shapes[name]]
         where[dim] = part
         stored, begin = self._place_of.get(name, (name, 0))
-        rows = self.shapes[name][0]
-        number = begin // rows  # of those that have as many each
-        start, stop, _ = where[0].indices(rows)
-        if f"{stored}_blocks" in self._slice_of:
-            blocks, scales = (self._slice_of[f"{stored}_{x}"]() for x in ("blocks", "scales"))
-            parts = blocks.get_shape()[1] // rows
-            expert, number = divmod(number, parts)
-            place = expert, slice(parts * start, parts * stop)
-            packed = self._counted(blocks[place][number::parts]), scales[place][number::parts]
-            return from_mxfp4(*packed)[(slice(None), *where[1:])]
-        if f"{stored}_packed" in self._slice_of:
-            mine = slice(begin + start, begin + stop)
-            return self._int4_rows(stored, mine, self.shapes[name][1])[:, where[1]]
-        source = self._slice_of[stored]()
-        if stored != name and self._alternates:
-            parts = source.get_shape()[-1] // rows
-            expert, number = divmod(number, parts)
-            columns = slice(parts * start, parts * stop)
-            piece = source[(expert, *where[1:], columns)][..., number::parts]
-            return self._counted(piece.t().contiguous())
-        first: tuple[int, ...] = ()
-        if stored != name:
-            sizes = source.get_shape()
-            *experts, joined = sizes[: len(sizes) - len(where) + 1]
-            expert, begin = divmod(begin, joined)
-            first = (expert,) if experts else ()
-            where[0] = slice(begin + start, begin + stop)
-        piece = self._counted(source[(*first, *where)])
-        is_quantised, factors = piece.dtype.itemsize == 1, f"{stored}_scale_inv"
-        if is_quantised != (factors in self._slice_of):
-            fault = f"{stored} is {piece.dtype} with{'out' * is_quantised} {factors}"
-            raise CheckpointError(f"{self.folder}: {fault}")
-        if not is_quantised:
-            return piece
-        scales = self._slice_of[factors]()[(*first, slice(None), slice(None))]
-        return from_fp8(piece, scales, *(each.start or 0 for each in where))
+        rows, *others = where
+        place = Place(
+            stored=stored, begin=begin, size=self.shapes[name], rows=rows, others=tuple(others)
+        )
+        if self._is_plain:
+            return self.plain(place)[0]
+        return extras.dequantised(self, place, self._group)
 
-    def _int4_rows(self, stored: str, rows: slice, columns: int) -> torch.Tensor:
-        packed, scales = (self._slice_of[f"{stored}_{x}"]()[rows] for x in ("packed", "scale"))
-        zeros = torch.full((1, 1), MIDDLE, dtype=torch.int8)
-        if (of_zeros := f"{stored}_zero_point") in self._slice_of:
-            zeros = unpacked(self._slice_of[of_zeros]()[:].t()).t()[rows]
-        group = self._group or columns
-        return from_int4(self._counted(packed), scales, zeros, group=group, columns=columns)
+    def part(self, stored: str) -> Any:
+        """Return safetensors' slice of a tensor of the files; None if there is none."""
+        return self._slice_of[stored]() if stored in self._slice_of else None
 
-    def _counted(self, piece: torch.Tensor) -> torch.Tensor:
+    def plain(self, place: Place) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """Return the values in the files, and their place in the stored tensor."""
+        source, rows = self.part(place.stored), place.rows
+        sizes = source.get_shape()
+        if self._alternates and place.stored in self._joins:
+            count = sizes[-1] // place.size[0]
+            expert, number = divmod(place.begin // place.size[0], count)
+            at = (expert, *place.others, slice(count * rows.start, count * rows.stop))
+            return self.counted(source[at][..., number::count].t().contiguous()), at
+        *experts, joined = sizes[: len(sizes) - len(place.others)]
+        expert, first = divmod(place.begin, joined)
+        at = (slice(first + rows.start, first + rows.stop), *place.others)
+        at = (expert, *at) if experts else at
+        return self.counted(source[at]), at
+
+    def counted(self, piece: torch.Tensor) -> torch.Tensor:
+        """Count the bytes of what was read."""
         self.bytes_read += piece.nbytes
         self.largest_read = max(self.largest_read, piece.nbytes)
         return piece

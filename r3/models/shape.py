@@ -6,15 +6,14 @@ Reads JSON only, so that settings are checked and a run is planned without torch
 from __future__ import annotations
 
 import json
-import re
-import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from r3 import extras
 from r3.models.families import (
     FAMILIES,
     REFUSED,
@@ -28,17 +27,14 @@ from r3.models.hf_config import (
     require_kinds,
     require_tokens,
 )
-from r3.models.hub import INDEX, folder_of
-from r3.models.quantised import STORED_TYPES, Quantised, quantised_by, quantised_shapes
-from r3.models.rules import conversion_rules
+from r3.models.hub import folder_of
 from r3.models.sizes import ModelSizes
+from r3.models.tensors import conversion_rules
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
 
 
-# Data types in safetensors files that weights may have. Packed and integer types are quantised.
-_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 # Keys that change what transformers or vLLM compute. Dropouts and router_jitter_noise do not: they
 # act in pre-training.
 _REFUSED = (
@@ -46,14 +42,6 @@ _REFUSED = (
     *("mlp_bias", "clip_qkv", "layer_scale", "llama_4_scaling"),
 )
 _VISION = ("model.visual.", "vision_tower.", "mm_projector.")
-_WHOLE = "model.safetensors"
-_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
-_SHOWN_SHARDS = 3
-_BLOCK = 1 << 22
-
-
-class AbsentWeightsError(ShapeError):
-    """Files with weights are not there, or not all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +136,8 @@ class ModelShape(ModelSizes):
         fields = family.fields(hf)
         hf.refuse(*{"index_topk"} - fields.keys())
         alternate = fields.get("moe_names", MoeNames()).alternates
-        common["quantised"] = quantised_by(hf, stacks_alternate=alternate)
+        if values.get("quantization_config"):
+            common["quantised"] = extras.quantised().quantised_by(hf, stacks_alternate=alternate)
         shape = cls(**(common | fields))
         require_tokens(values, shape.vocab_size)
         if shape.rotary_size % 2 or not 0 < shape.rotary_size <= shape.head_dim:
@@ -236,8 +225,9 @@ class ModelShape(ModelSizes):
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
         """
-        plain = self.as_stored(tensors).stored_shapes
-        expected = quantised_shapes(self.quantised, plain, tensors)
+        expected = self.as_stored(tensors).stored_shapes
+        if self.quantised:
+            expected = extras.quantised().stored_shapes(self.quantised, expected, tensors)
         missing = [f"missing {name}" for name in expected if name not in tensors]
         unknown = [
             f"unknown {name}"
@@ -332,181 +322,3 @@ class ModelShape(ModelSizes):
         convolution = (2 * sizes.keys + sizes.values) * (sizes.taps - 1)
         of_layer = state * BYTES_OF[sizes.state_dtype or dtype] + convolution * BYTES_OF[dtype]
         return len(self.delta_layers) * of_layer
-
-
-def checkpoint_tensors(
-    folder: str | Path, *, only_weights: bool = True, quantised: Quantised | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in a folder, from the headers of its `weight_files`.
-
-    Args:
-        only_weights: refuse tensors that are not floating-point numbers of 16 bits or more.
-        quantised: what tensors may be beside that.
-
-    Raises:
-        ShapeError: as `weight_files`; or a file is truncated (or a git-lfs pointer), two files have
-            the same tensor, or a tensor has a data type that cannot be loaded.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    file_of: dict[str, str] = {}
-    in_bytes: set[str] = set()
-    packed = STORED_TYPES[quantised.method] if quantised else {}
-    types = (*_WEIGHT_TYPES, *packed)
-    for file in weight_files(folder):
-        for name, entry in header_of(file)[0].items():
-            if name in shapes:
-                raise ShapeError(f"tensor {name} is in {file_of[name]} and in {file.name}")
-            is_weight = entry["dtype"] in _WEIGHT_TYPES or name.endswith(
-                packed.get(entry["dtype"], ())
-            )
-            if only_weights and not is_weight:
-                raise ShapeError(
-                    f"tensor {name} in {file.name} has data type {str(entry['dtype'])[:20]}; "
-                    f"weights must have one of {', '.join(types)}"
-                )
-            shapes[name], file_of[name] = tuple(entry["shape"]), file.name
-            if entry["dtype"] == "F8_E4M3":
-                in_bytes.add(name)
-    for name in shapes if only_weights else ():
-        has_factors, is_fp8 = f"{name}_scale_inv" in shapes, name in in_bytes
-        if is_fp8 and not has_factors:
-            raise ShapeError(f"tensor {name} has data type F8_E4M3 and no {name}_scale_inv")
-        if has_factors and not is_fp8:
-            raise ShapeError(f"tensor {name} has {name}_scale_inv and is not of type F8_E4M3")
-    return shapes
-
-
-def weight_files(folder: str | Path) -> list[Path]:
-    """Return the files that hold a model's weights, as transformers and vLLM choose them.
-
-    The index decides, where there is one. Without it, `model.safetensors` is the model; without
-    that, every safetensors file is a part of it.
-
-    Raises:
-        ShapeError: there is no such file, a shard is missing, or readers would choose differently.
-    """
-    folder = Path(folder_of(folder))
-    names = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-            absent = sorted(wanted - names)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ShapeError(f"{index.name} has no readable weight_map") from None
-        _require_all(absent, len(wanted))
-        if _WHOLE in names - wanted:
-            raise ShapeError(
-                f"{_WHOLE} is not in {index.name}: transformers reads the one, vLLM the other. "
-                "Remove one of them"
-            )
-        return [folder / name for name in sorted(wanted)]
-    if not names:
-        raise AbsentWeightsError("there are no *.safetensors files")
-    if _WHOLE in names:
-        return [folder / _WHOLE]
-    for name in names:
-        if match := _SHARD.fullmatch(name):
-            stem, count = match[1], int(match[2])
-            shards = [f"{stem}-{i:05}-of-{match[2]}.safetensors" for i in range(1, count + 1)]
-            _require_all([each for each in shards if each not in names], count)
-    return [folder / name for name in sorted(names)]
-
-
-def _require_all(absent: Sequence[str], count: int) -> None:
-    if absent:
-        shown = ", ".join(absent[:_SHOWN_SHARDS])
-        more = f" and {len(absent) - _SHOWN_SHARDS} more" if len(absent) > _SHOWN_SHARDS else ""
-        raise AbsentWeightsError(f"{len(absent)} of {count} shards are missing: {shown}{more}")
-
-
-def checkpoint_faults(folder: str | Path, shape: ModelShape) -> list[str]:
-    """Compare a folder's tensors with the model's: one line per fault, empty if they match.
-
-    Headers are read, and of the weights only an output head that should be the embedding. While
-    files are missing, the names in an index are compared.
-
-    Raises:
-        ShapeError: as `checkpoint_tensors`.
-    """
-    try:
-        tensors = checkpoint_tensors(folder, quantised=shape.quantised)
-    except AbsentWeightsError:
-        index = Path(folder_of(folder)) / INDEX
-        names = json.loads(index.read_bytes())["weight_map"] if index.is_file() else ()
-        if names and (faults := shape.faults(dict.fromkeys(map(text_name, names)))):
-            return faults
-        raise
-    faults = shape.faults(tensors)
-    if not faults and shape.tied and "lm_head.weight" in tensors and _has_own_head(folder):
-        faults.append(
-            "tie_word_embeddings is true and lm_head.weight differs from "
-            "model.embed_tokens.weight; set it to false, or remove lm_head.weight from the files"
-        )
-    return faults
-
-
-def _has_own_head(folder: str | Path) -> bool:
-    """Whether `lm_head.weight` differs from the embedding. Reads up to the first difference."""
-    found: list[tuple[str, Path, int, int]] = []
-    for file in weight_files(folder):
-        entries, start = header_of(file)
-        for name in ("lm_head.weight", "model.embed_tokens.weight"):
-            if entry := entries.get(name):
-                first, end = entry["data_offsets"]
-                found.append((entry["dtype"], file, start + first, end - first))
-    if len(found) < 2:
-        return False
-    (kind, file, at, size), (other_kind, other_file, other_at, other_size) = found
-    if (kind, size) != (other_kind, other_size):
-        return True
-    with file.open("rb") as one, other_file.open("rb") as other:
-        one.seek(at)
-        other.seek(other_at)
-        for begin in range(0, size, _BLOCK):
-            count = min(_BLOCK, size - begin)
-            if one.read(count) != other.read(count):
-                return True
-    return False
-
-
-def header_of(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file, and the offset of its first tensor.
-
-    An entry has data type, shape and place of a tensor. Names are those of a text model alone.
-
-    Raises:
-        ShapeError: it is no safetensors file, or not a whole one.
-    """
-    if not file.is_file():
-        raise ShapeError(f"{file.name} is a folder, a device or a broken link, not a file")
-    try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            if size > file.stat().st_size:
-                raise ValueError
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        for entry in header.values():
-            _ = tuple(entry["shape"]), entry["dtype"]
-    except OSError as error:
-        raise ShapeError(f"{file.name} cannot be read ({error.strerror})") from None
-    except (
-        *(ValueError, KeyError, TypeError, AttributeError, IndexError),
-        *(struct.error, RecursionError),
-    ):
-        raise ShapeError(
-            f"{file.name} is not a safetensors file (an unfinished download, a git-lfs pointer?)"
-        ) from None
-    if file.stat().st_size != end:
-        raise ShapeError(
-            f"{file.name} has {file.stat().st_size} bytes, its header says {end}: "
-            "an unfinished download?"
-        )
-    return {text_name(name): entry for name, entry in header.items()}, 8 + size
-
-
-def text_name(name: str) -> str:
-    """Return a tensor's name in a text model alone, given that in one that has others beside it."""
-    return re.sub(r"^(model\.)language_model\.|^language_model\.", r"\1", name)

@@ -1,4 +1,4 @@
-"""Sizes and architecture of a model, from which its tensors follow (`r3.models.rules`)."""
+"""Sizes and architecture of a model, from which its tensors follow (`r3.models.tensors`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ from typing import Literal
 
 from r3.models.families import ClampedGate, DeltaSizes, LatentAttention, MoeNames
 from r3.models.hf_config import RopeScaling
-from r3.models.quantised import Quantised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantised:
+    """How the matrices of a checkpoint are stored: `r3.quantised.formats`.
+
+    Attributes:
+        method: see there.
+        group: int4: values of a row that share a factor; 0 = all of them.
+        has_zero_points: int4: whether each group has a value that stands for zero.
+    """
+
+    method: Literal["fp8", "mxfp4", "int4"]
+    group: int = 0
+    has_zero_points: bool = False
+
+    def __str__(self) -> str:
+        return self.method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from r3.checks.findings import Findings
 from r3.checks.layout import check_layout
 from r3.checks.model import add_fault, local_folder
 from r3.config import Config
-from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
+from r3.models.files import AbsentWeightsError, checkpoint_faults
+from r3.models.shape import ModelShape, ShapeError
 
 
 def check_teacher(

@@ -14,9 +14,9 @@ from r3.config import Config
 from r3.layers.layout import LocalTokens
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
-from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
+from r3.models.tensors import frozen_tensors
 from r3.policy.build import build_chunks, experts_kind, learning_rate, let_go, wrap
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss

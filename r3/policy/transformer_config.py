@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from r3.config import Config
-from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape
+from r3.models.tensors import conversion_rules
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from r3.models.rules import Kind, Rule, conversion_rules
 from r3.models.shape import ModelShape
-from r3.models.sharding import Shard
+from r3.models.tensors import Kind, Rule, Shard, conversion_rules
 from r3.runtime.mesh import Mesh
 
 
@@ -140,7 +139,7 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
 def _no_rule(name: str, shape: ModelShape) -> str:
     return (
         f"Megatron parameter {name} of {shape.model_type} has no conversion rule: "
-        "add one in r3/models/rules.py"
+        "add one in r3/models/tensors.py"
     )
 
 

@@ -21,8 +21,9 @@ from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
+from r3.models.files import AbsentWeightsError, weight_files
 from r3.models.hf_checkpoint import CheckpointError, read_small_files, with_end_tokens
-from r3.models.shape import AbsentWeightsError, ModelShape, weight_files
+from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task

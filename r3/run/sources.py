@@ -23,8 +23,8 @@ from typing import Any
 import r3
 from r3.config import Config, ConfigError, Problem, from_yaml, with_values
 from r3.data.prompts import prompts_from
+from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
-from r3.models.shape import header_of, weight_files
 from r3.rollout.task import Task
 from r3.run.folder import RunDir, write_json
 from r3.types import Prompt

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from r3 import extras
 from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
-from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
-from r3.models.sharding import S, Shard, ShardId, SyncPlan
+from r3.models.tensors import S, Shard, ShardId, SyncPlan
 from r3.policy.weight_slots import join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
@@ -249,8 +249,9 @@ class WeightStream:
             for name in shard.hf
         }
         self.traffic = self._plan.traffic
-        freeze = policy.config.train.freeze
-        adapted = adapted_tensors(policy.shape, policy.config.lora, freeze).keys()
+        lora, freeze = policy.config.lora, policy.config.train.freeze
+        plan = extras.adapter_plan() if lora.rank else None
+        adapted = plan.adapted_tensors(policy.shape, lora, freeze).keys() if plan else set()
         self.changing = {
             name
             for shard in self._plan.tensors.values()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.models.sharding import sync_plans
+from r3.models.tensors import sync_plans
 from r3.tools.planning.layout_search import RANKS_PER_MACHINE
 from r3.tools.planning.memory_plan import (
     GIB,

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from math import prod
 
+from r3 import extras
 from r3.config import Config
 from r3.data.sources import files_of
-from r3.models.freeze import frozen_tensors
-from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
+from r3.models.tensors import frozen_tensors
 from r3.rollout.task import Task
 from r3.run.resume import Start
 from r3.runtime.device import Device
@@ -44,7 +44,7 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[tuple[str, 
 
 def adapter_text(config: Config, shape: ModelShape) -> str:
     """The adapters in one line."""
-    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    ranks = extras.adapter_plan().adapted_tensors(shape, config.lora, config.train.freeze)
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     share = f"{values:,} parameters ({values / shape.num_params:.2%})"
     base = "" if config.model.base == "dtype" else f"; base in {config.model.base}"

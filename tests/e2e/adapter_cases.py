@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from r3.config import LoraConfig
 from r3.lora.peft import adapter_config, write_adapter
-from r3.models.lora import adapted_tensors
+from r3.lora.plan import adapted_tensors
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device
 from tests.families import random_pairs

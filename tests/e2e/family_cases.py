@@ -16,7 +16,7 @@ from r3.config import LoraConfig
 from r3.engine import experts
 from r3.engine.experts import ExpertBlock
 from r3.engine.weight_push import Pushed, push
-from r3.models.lora import adapted_tensors
+from r3.lora.plan import adapted_tensors
 from r3.runtime.device import Device
 from r3.sync.residency import State
 from r3.sync.weights import SyncError, prove_sync, prove_weights, sync_weights

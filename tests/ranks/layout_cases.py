@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.layers.attention import packed_params
-from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
+from r3.models.tensors import frozen_tensors
 from r3.policy import Policy, memory, scoring
 from r3.policy.memory import chained
 from r3.policy.scoring import KnownShapes

@@ -15,8 +15,8 @@ from r3.config import Config
 from r3.layers.layout import local_tokens
 from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
+from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.hf_checkpoint import read_small_files
-from r3.models.lora import adapted_tensors, adapter_fault, quantised_tensors
 from r3.policy import Policy
 from r3.policy.build import learning_rate
 from r3.policy.objective import NONE_MADE, policy_loss

@@ -55,11 +55,12 @@ PACKAGES = (
         "judges",
         "lora",
         "objectives",
+        "quantised",
         "tools",
     ),  # extras: what a run can do without
     *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
 )
-EXTRAS = {"agents", "backends", "judges", "lora", "objectives", "tools"}
+EXTRAS = {"agents", "backends", "judges", "lora", "objectives", "quantised", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {

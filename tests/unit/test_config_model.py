@@ -18,14 +18,9 @@ from r3.config import (
     with_values,
 )
 from r3.configs import KNOWN_SHAPES
+from r3.models.files import checkpoint_faults, checkpoint_tensors, weight_files
 from r3.models.hf_checkpoint import CheckpointError, CheckpointReader
-from r3.models.shape import (
-    ModelShape,
-    ShapeError,
-    checkpoint_faults,
-    checkpoint_tensors,
-    weight_files,
-)
+from r3.models.shape import ModelShape, ShapeError
 from tests.families import family_checkpoint
 from tests.settings import TINY, found
 

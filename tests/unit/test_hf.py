@@ -21,8 +21,8 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
-from r3.models.rules import Kind
 from r3.models.shape import ModelShape
+from r3.models.tensors import Kind
 from r3.policy.weight_slots import Slot, join_shards, load, split
 
 pytestmark = pytest.mark.unit

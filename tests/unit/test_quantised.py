@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.models.dequantise import from_mxfp4
+from r3.models.files import checkpoint_faults, text_name
 from r3.models.hf_checkpoint import (
     CheckpointError,
     CheckpointReader,
@@ -19,7 +19,8 @@ from r3.models.hf_checkpoint import (
     read_small_files,
     write_checkpoint,
 )
-from r3.models.shape import ModelShape, ShapeError, checkpoint_faults, text_name
+from r3.models.shape import ModelShape, ShapeError
+from r3.quantised.values import from_mxfp4
 from tests.families import family_checkpoint, in_mxfp4, wrapped_checkpoint
 
 pytestmark = pytest.mark.unit

@@ -20,6 +20,7 @@ from r3 import assets
 from r3.configs import KNOWN_SHAPES
 from r3.models import families
 from r3.models.families import implied_keys
+from r3.models.files import checkpoint_faults, checkpoint_tensors
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
@@ -28,12 +29,7 @@ from r3.models.hf_checkpoint import (
     write_checkpoint,
 )
 from r3.models.hf_config import RopeScaling
-from r3.models.shape import (
-    ModelShape,
-    ShapeError,
-    checkpoint_faults,
-    checkpoint_tensors,
-)
+from r3.models.shape import ModelShape, ShapeError
 from tests.families import (
     FAMILIES,
     MOE_FAMILIES,

@@ -21,7 +21,7 @@ from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.engine.experts import StackedExperts, expert_matrices
 from r3.models.shape import ModelShape
-from r3.models.sharding import Shard, ShardId, SyncPlan, planned_shards, sync_plans
+from r3.models.tensors import Shard, ShardId, SyncPlan, planned_shards, sync_plans
 from r3.sync.weights import gather
 from r3.tools import dry_run
 from tests.families import family

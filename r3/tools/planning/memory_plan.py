@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from r3 import extras
 from r3.config import Config
 from r3.data.sources import bytes_of
-from r3.models.lora import adapted_tensors, quantised_tensors
-from r3.models.quantised import BLOCK
-from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
+from r3.models.files import checkpoint_tensors
+from r3.models.shape import BYTES_OF, ModelShape, ShapeError
 
 GIB = 2**30
 PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
@@ -76,10 +76,15 @@ def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> 
     return int(others * share / parallel.tp), int(experts * moe_share / shards)
 
 
+def _adapted(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Matrix -> rank of its adapter."""
+    plan = extras.adapter_plan()
+    return plan.adapted_tensors(shape, config.lora, config.train.freeze)
+
+
 def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     """(other, expert) parameters on such a rank that have adapters and a base on the host."""
-    adapted = adapted_tensors(shape, config.lora, config.train.freeze)
-    names = adapted.keys() - _quantised(config, shape)
+    names = _adapted(config, shape).keys() - _quantised(config, shape)
     others, experts = _by_experts({name: math.prod(shape.tensor_shapes[name]) for name in names})
     return _on_a_rank(config, shape, others, experts)
 
@@ -103,7 +108,8 @@ def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int
 
 
 def _quantised(config: Config, shape: ModelShape) -> set[str]:
-    return quantised_tensors(shape) if config.model.base != "dtype" else set()
+    is_quantised = config.model.base != "dtype"
+    return extras.adapter_plan().quantised_tensors(shape) if is_quantised else set()
 
 
 def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
@@ -113,7 +119,7 @@ def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     """
     if not config.lora.rank:
         return params_per_rank(config, shape)
-    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    ranks = _adapted(config, shape)
     others, experts = _by_experts(
         {name: rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items()}
     )
@@ -271,7 +277,9 @@ def memory(
     others, experts = params_per_rank(config, shape)
     size = BYTES_OF[config.model.dtype]
     *quantised, of_layer = quantised_per_rank(config, shape)
-    weights = (others + experts) * size - sum(quantised) * (size - 1 - 4 / BLOCK)
+    weights = (others + experts) * size
+    if sum(quantised):  # one byte per value, and a factor per block
+        weights -= sum(quantised) * (size - 1 - 4 / extras.adapter_plan().BLOCK)
     engine, buffers = engine_bytes(config, shape), engine_buffer_bytes(config, shape)
     optimizer = optimizer_bytes(config, shape, world_size)
     parallel = config.parallel

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3.config import ConfigError, LoraConfig, ParallelConfig, Problem
-from r3.models.freeze import frozen_tensors
+from r3.config import LoraConfig, ParallelConfig
+from r3.models.files import header_of
 from r3.models.hub import is_hub
-from r3.models.rules import conversion_rules
-from r3.models.shape import ModelShape, ShapeError, header_of
+from r3.models.shape import ModelShape, ShapeError
+from r3.models.tensors import conversion_rules, frozen_tensors
+
+BLOCK = 128
+"""Values of a quantised base that share a factor."""
 
 # The start of Megatron's name inside a layer -> the target.
 _OF_LAYER = {
@@ -70,7 +73,7 @@ def adapted_tensors(
     """Return the rank of the adapter of each Hugging Face tensor that has one.
 
     Raises:
-        ConfigError: a target is not a part of this model, or every target is frozen.
+        ValueError: rule and fix: a target is not a part of this model, or every target is frozen.
     """
     if not lora.rank:
         return {}
@@ -82,7 +85,7 @@ def adapted_tensors(
             if target == "head" and shape.tied:
                 rule = "include head, which is the embedding too in this model (tied)"
             there = [name for name in dict.fromkeys(of_target.values()) if name in lora.targets]
-            raise _refusal(lora.targets, rule, f"use {' '.join(there) or 'attention'}")
+            raise ValueError(rule, f"use {' '.join(there) or 'attention'}")
     frozen = frozen_tensors(shape, freeze)
     adapted = {
         name: lora.rank_of(target)
@@ -91,7 +94,7 @@ def adapted_tensors(
     }
     if not adapted:
         rule = "leave nothing to train beside train.freeze" if lora.targets else "is empty"
-        raise _refusal(lora.targets, rule, "add a target, such as attention")
+        raise ValueError(rule, "add a target, such as attention")
     return adapted
 
 
@@ -174,7 +177,3 @@ def untrained_chunk(
     own = [{str(layer) for layer in piece} for piece in pieces]
     own[-1].add("head")
     return next((i for i, piece in enumerate(own) if layers.isdisjoint(piece)), None)
-
-
-def _refusal(targets: Sequence[str], rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("lora.targets", tuple(targets), rule, fix)])

@@ -7,46 +7,28 @@ mxfp4  X_blocks, two values per byte in groups of 32, and X_scales, one exponent
 int4   X_packed, eight values of a row per int32; X_scale, one factor per group of a row; X_shape;
        and X_zero_point, one value per group, eight rows per int32, if zero is not the middle
 
-R3 reads them as bfloat16 (`r3.models.dequantise`), and trains and exports that. In all of them, the
+R3 reads them as bfloat16 (`r3.quantised.values`), and trains and exports that. In all of them, the
 files say which matrices are quantised: those that have such tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from r3.models.hf_config import HfConfig
+from r3.models.hf_config import HfConfig, ShapeError
+from r3.models.sizes import Quantised
 
 BLOCK, GROUP = 128, 32
 _FP8_FORMATS = ("e4m3", "float8_e4m3fn", None)  # of DeepSeek and Qwen, of MiniMax, of others
 PER_INT = 8  # values of int4 in an int32
 
 # Data type in the files -> endings of the names that may have it.
-STORED_TYPES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+_STORED_TYPES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "fp8": {"F8_E4M3": ("",)},
     "mxfp4": {"U8": ("_blocks", "_scales")},
     "int4": {"I32": ("_packed", "_zero_point", "_shape"), "I64": ("_shape",)},
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantised:
-    """How the matrices of a checkpoint are stored.
-
-    Attributes:
-        method: see above.
-        group: int4: values of a row that share a factor; 0 = all of them.
-        has_zero_points: int4: whether each group has a value that stands for zero.
-    """
-
-    method: Literal["fp8", "mxfp4", "int4"]
-    group: int = 0
-    has_zero_points: bool = False
-
-    def __str__(self) -> str:
-        return self.method
 
 
 def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
@@ -113,12 +95,34 @@ def _int4(keys: Mapping[str, Any]) -> Quantised | str:
     return Quantised(method="int4", group=group, has_zero_points=has_zero_points)
 
 
-def quantised_shapes(
-    quantised: Quantised | None, plain: Mapping[str, tuple[int, ...]], found: Collection[str]
+def may_have(quantised: Quantised, name: str, dtype: str) -> bool:
+    """Whether such a checkpoint may have a tensor of this name in this type, beside plain ones."""
+    return name.endswith(_STORED_TYPES[quantised.method].get(dtype, ()))
+
+
+def stored_types(quantised: Quantised) -> tuple[str, ...]:
+    """Types that tensors of such a checkpoint may have, beside those of plain ones."""
+    return tuple(_STORED_TYPES[quantised.method])
+
+
+def refuse_unpaired(types: Mapping[str, str]) -> None:
+    """Raise ShapeError for bytes without factors, and for factors of what is not in bytes.
+
+    Args:
+        types: name -> data type of every tensor.
+    """
+    for name, dtype in types.items():
+        has_factors, is_fp8 = f"{name}_scale_inv" in types, dtype == "F8_E4M3"
+        if is_fp8 and not has_factors:
+            raise ShapeError(f"tensor {name} has data type F8_E4M3 and no {name}_scale_inv")
+        if has_factors and not is_fp8:
+            raise ShapeError(f"tensor {name} has {name}_scale_inv and is not of type F8_E4M3")
+
+
+def stored_shapes(
+    quantised: Quantised, plain: Mapping[str, tuple[int, ...]], found: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors that a checkpoint with these names has for `plain`."""
-    if quantised is None:
-        return dict(plain)
     method, shapes = quantised.method, dict[str, tuple[int, ...]]()
     for name, size in plain.items():
         if method == "mxfp4" and f"{name}_blocks" in found:

@@ -1,0 +1,458 @@
+"""The tensors of a model: names and shapes in the checkpoint, Megatron's names, who has what.
+
+Everything follows from `ModelSizes`, without torch. Loading, weight sync and export use the rules;
+a weight sync and the table of a dry run have one plan of which rank reads which shard from whom.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Generic, Literal, TypeVar
+
+from r3.config import ParallelConfig
+from r3.models.families import LatentAttention
+from r3.models.sizes import ModelSizes
+
+Kind = Literal["replicated", "column", "row", "qkv", "gated"]
+"""How a Megatron tensor is made of HF tensors and sharded over tensor-parallel ranks:
+
+replicated  the same on all ranks
+column      sharded along dim 0
+row         sharded along the last dim
+qkv         q, k and v interleaved by key-value group, then sharded along dim 0
+gated       gate over up, each sharded along dim 0 (every rank has a part of both)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The HF tensors that make one Megatron tensor: name -> shape, in the order they are joined."""
+
+    kind: Kind
+    hf: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """All rules of one model.
+
+    Attributes:
+        top: full Megatron name -> rule with full HF names, for tensors outside the layers.
+        layers: for each layer, suffix after `decoder.layers.N.` -> rule with suffixes after
+            `model.layers.N.`, without experts. Buffers that belong to the checkpoint (expert
+            biases) are here as well.
+        expert: suffix after the expert's number -> rule; `{e}` stands for that number.
+    """
+
+    top: Mapping[str, Rule]
+    layers: Sequence[Mapping[str, Rule]]
+    expert: Mapping[str, Rule]
+
+
+def conversion_rules(shape: ModelSizes) -> Rules:
+    """Return the rules for every tensor that Megatron builds for this model."""
+    hidden, names = shape.hidden_size, shape.moe_names
+    embedding = Rule("column", {"model.embed_tokens.weight": (shape.vocab_size, hidden)})
+    head = Rule("column", {"lm_head.weight": (shape.vocab_size, hidden)})
+    top = {
+        "embedding.word_embeddings.weight": embedding,
+        # With tied embeddings the last pipeline stage has a copy of the embedding.
+        "output_layer.weight": embedding if shape.tied else head,
+        "decoder.final_layernorm.weight": _whole("model.norm.weight", hidden),
+    }
+    attention = _latent_attention(shape, shape.latent) if shape.latent else _attention(shape)
+    delta = {
+        # `r3.layers.delta` names its parameters so.
+        f"self_attention.{name.replace('.', '_')}": _whole(f"linear_attn.{name}", *size)
+        for name, size in (shape.delta.tensor_shapes(hidden) if shape.delta else {}).items()
+    }
+    dense = _mlp("mlp.", "mlp", shape.ffn_size, hidden)
+
+    moe = {"mlp.router.weight": _whole(f"{names.router}.weight", shape.num_experts, hidden)}
+    if shape.has_biases:
+        moe["mlp.router.bias"] = _whole(f"{names.router}.bias", shape.num_experts)
+    if names.router_bias:
+        moe["mlp.router.expert_bias"] = _whole(names.router_bias, shape.num_experts)
+    if shape.shared_ffn_size:
+        moe |= _mlp("mlp.shared_experts.", names.shared_expert, shape.shared_ffn_size, hidden)
+    if names.shared_gate:
+        moe["mlp.shared_experts.gate_weight"] = _whole(f"{names.shared_gate}.weight", 1, hidden)
+    expert = _mlp("", names.expert, shape.moe_ffn_size, hidden, names.gate_up_down)
+    if shape.has_biases:
+        gate, up, down = (f"{names.expert}.{part}.bias" for part in names.gate_up_down)
+        size = (shape.moe_ffn_size,)
+        expert["linear_fc1.bias"] = Rule("gated", {gate: size, up: size})
+        expert["linear_fc2.bias"] = _whole(down, hidden)
+
+    layers = [
+        {
+            "input_layernorm.weight": _whole("input_layernorm.weight", hidden),
+            **(delta if number in shape.delta_layers else attention),
+            "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", hidden),
+            **(moe if number in shape.moe_layers else dense),
+        }
+        for number in range(shape.num_layers)
+    ]
+    return Rules(top=top, layers=layers, expert=expert)
+
+
+def _whole(name: str, *size: int) -> Rule:
+    return Rule("replicated", {name: size})
+
+
+def _mlp(
+    ours: str,
+    theirs: str,
+    size: int,
+    hidden: int,
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Rule]:
+    gate, up, down = (f"{theirs}.{part}.weight" for part in gate_up_down)
+    return {
+        f"{ours}linear_fc1.weight": Rule("gated", {gate: (size, hidden), up: (size, hidden)}),
+        f"{ours}linear_fc2.weight": Rule("row", {down: (hidden, size)}),
+    }
+
+
+def _attention(shape: ModelSizes) -> dict[str, Rule]:
+    hidden, ours, theirs = shape.hidden_size, "self_attention", "self_attn"
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    widths = {"q": (2 if shape.output_gate else 1) * queries, "k": keys, "v": keys}
+    weights = {f"{theirs}.{x}_proj.weight": (width, hidden) for x, width in widths.items()}
+    biases = {f"{theirs}.{x}_proj.bias": (width,) for x, width in widths.items()}
+    rules = {f"{ours}.linear_qkv.weight": Rule("qkv", weights)}
+    if shape.qkv_bias:
+        rules[f"{ours}.linear_qkv.bias"] = Rule("qkv", biases)
+    rules[f"{ours}.linear_proj.weight"] = Rule(
+        "row", {f"{theirs}.o_proj.weight": (hidden, queries)}
+    )
+    if shape.has_biases:
+        rules[f"{ours}.linear_proj.bias"] = _whole(f"{theirs}.o_proj.bias", hidden)
+    if shape.sinks:
+        sinks = Rule("column", {f"{theirs}.sinks": (shape.num_heads,)})
+        rules[f"{ours}.core_attention.sinks"] = sinks
+    if shape.qk_norm != "none":
+        for x, width in (("q", queries), ("k", keys)):
+            size = width if shape.qk_norm == "all" else shape.head_dim
+            rules[f"{ours}.{x}_layernorm.weight"] = _whole(f"{theirs}.{x}_norm.weight", size)
+    return rules
+
+
+def _latent_attention(shape: ModelSizes, latent: LatentAttention) -> dict[str, Rule]:
+    hidden, heads, query_rank = shape.hidden_size, shape.num_heads, latent.query_rank
+    queries = heads * (latent.nope_size + latent.rope_size)
+    values = heads * (latent.nope_size + latent.value_size)
+    table: list[tuple[str, Kind, str, tuple[int, ...]]] = [
+        ("linear_q_proj", "column", "q_proj", (queries, hidden))
+    ]
+    if query_rank:
+        table = [
+            ("linear_q_down_proj", "replicated", "q_a_proj", (query_rank, hidden)),
+            ("q_layernorm", "replicated", "q_a_layernorm", (query_rank,)),
+            ("linear_q_up_proj", "column", "q_b_proj", (queries, query_rank)),
+        ]
+    compressed = (latent.kv_rank + latent.rope_size, hidden)
+    table += [
+        ("linear_kv_down_proj", "replicated", "kv_a_proj_with_mqa", compressed),
+        ("kv_layernorm", "replicated", "kv_a_layernorm", (latent.kv_rank,)),
+        ("linear_kv_up_proj", "column", "kv_b_proj", (values, latent.kv_rank)),
+        ("linear_proj", "row", "o_proj", (hidden, heads * latent.value_size)),
+    ]
+    return {
+        f"self_attention.{ours}.weight": Rule(kind, {f"self_attn.{theirs}.weight": size})
+        for ours, kind, theirs, size in table
+    }
+
+
+def frozen_tensors(shape: ModelSizes, patterns: Sequence[str]) -> frozenset[str]:
+    """Return the Hugging Face names of the tensors that patterns of `train.freeze` match.
+
+    Raises:
+        ValueError: value, rule and fix: a pattern matches nothing, a part of what training holds as
+            one tensor is left out, or nothing is left to train.
+    """
+    if not patterns:
+        return frozenset()
+    names = {name for unit in _units(shape) for name in unit}
+    frozen = {name for name in names if any(fnmatchcase(name, each) for each in patterns)}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            example = "*.mlp.gate.weight" if shape.moe_layers else "model.embed_tokens.weight"
+            fix = f"use names of the checkpoint's tensors with * and ?, such as {example}"
+            raise ValueError(pattern, "matches no parameter of the model", fix)
+    for unit in _units(shape):
+        outside = [name for name in unit if name not in frozen]
+        if outside and len(outside) < len(unit):
+            inside = next(name for name in unit if name in frozen)
+            rule = f"freezes {inside} and not {outside[0]}, which training holds as one tensor"
+            raise ValueError(tuple(patterns), rule, "freeze both or none of them")
+    if frozen == names:
+        raise ValueError(tuple(patterns), "freezes every parameter", "leave some to train")
+    return frozenset(frozen)
+
+
+def _units(shape: ModelSizes) -> list[tuple[str, ...]]:
+    """Tensors that are frozen together: q, k and v; gate and up; all experts of a layer."""
+    rules = conversion_rules(shape)
+    units = [tuple(rule.hf) for rule in rules.top.values()]
+    for number, layer in enumerate(rules.layers):
+        prefix = f"model.layers.{number}."
+        units += [tuple(prefix + part for part in rule.hf) for rule in layer.values()]
+        if number in shape.moe_layers:
+            experts = range(shape.num_experts)
+            units += [
+                tuple(prefix + part.format(e=e) for e in experts for part in rule.hf)
+                for rule in rules.expert.values()
+            ]
+    return units
+
+
+ShardId = tuple[str, int]
+"""A tensor's name and the number of its shard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One rank's shard of one Megatron tensor.
+
+    Attributes:
+        name: Megatron's global name.
+        hf: the HF tensors it is made of.
+        kind: how the full tensor is sharded.
+        index, count: this is shard `index` of `count`.
+        shape: shape of the shard.
+        rows: rows of the joined HF tensors, without padding of the vocabulary.
+        item_size: bytes per value.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    index: int
+    count: int
+    shape: tuple[int, ...]
+    rows: int
+    item_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return math.prod(self.shape) * self.item_size
+
+
+S = TypeVar("S", bound=Shard)
+
+
+def planned_shards(
+    shape: ModelSizes, parallel: ParallelConfig, world_size: int, rank: int, item_size: int
+) -> list[Shard]:
+    """List the shards that a rank of a policy has, from sizes alone.
+
+    Args:
+        shape: the model's.
+        parallel: the layout.
+        world_size: number of ranks.
+        rank: the rank, in Megatron's order (tp varies fastest, then etp, ep; pp slowest).
+        item_size: bytes per value of the policy's weights.
+    """
+    rules = conversion_rules(shape)
+    etp = parallel.etp or parallel.tp
+    per_stage = world_size // parallel.pp
+    stage, in_stage = divmod(rank, per_stage)
+    pieces = parallel.pieces(shape.num_layers)
+    own = [pieces[i] for i in range(stage, len(pieces), parallel.pp)]
+    per_rank = shape.num_experts // parallel.ep
+    first_expert = in_stage // etp % parallel.ep * per_rank
+    found: list[Shard] = []
+
+    def add(name: str, rule: Rule, prefix: str, size: int, *, expert: int | None = None) -> None:
+        sizes = list(rule.hf.values())
+        is_sharded, first = rule.kind != "replicated", sizes[0]
+        rows = sum(each[0] for each in sizes)
+        count = size if is_sharded else 1
+        if rule.kind == "row":
+            local: tuple[int, ...] = (*first[:-1], first[-1] // count)
+        else:
+            local = (math.ceil(rows / count), *first[1:])  # a vocabulary is padded to the ranks
+        found.append(
+            Shard(
+                name=name,
+                hf=tuple(prefix + part.format(e=expert) for part in rule.hf),
+                kind=rule.kind,
+                index=in_stage % size if is_sharded else 0,
+                count=count,
+                shape=local,
+                rows=rows,
+                # Biases of routers are float32 in every policy.
+                item_size=4 if name.endswith("expert_bias") else item_size,
+            )
+        )
+
+    is_first, is_last = stage == 0, stage == parallel.pp - 1
+    has_head = is_last and (not shape.tied or len(pieces) > 1)
+    top = {
+        "embedding.word_embeddings.weight": is_first,
+        "decoder.final_layernorm.weight": is_last,
+        "output_layer.weight": has_head,
+    }
+    for name, rule in rules.top.items():
+        if top[name]:
+            add(name, rule, "", parallel.tp)
+    for layer in (layer for piece in own for layer in piece):
+        where, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for suffix, rule in rules.layers[layer].items():
+            add(where + suffix, rule, prefix, parallel.tp)
+        if layer not in shape.moe_layers:
+            continue
+        for expert in range(first_expert, first_expert + per_rank):
+            for suffix, rule in rules.expert.items():
+                name = f"{where}mlp.experts.{expert}.{suffix}"
+                add(name, rule, prefix, etp, expert=expert)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a rank reads in a weight sync: number of shards, and bytes.
+
+    Attributes:
+        local: from its own memory.
+        peer: from other ranks' memory on its machine.
+        network: from other machines.
+    """
+
+    local: tuple[int, int]
+    peer: tuple[int, int]
+    network: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPlan(Generic[S]):
+    """How one rank reads the whole model.
+
+    Attributes:
+        tensors: Megatron's name -> any shard of the tensor, in the order of reading.
+        holders: shard -> rank -> that rank's shard.
+        sources: shard -> rank that the reader takes it from.
+        crossing: shards that all ranks send over the network together.
+    """
+
+    tensors: dict[str, S]
+    holders: dict[ShardId, dict[int, S]]
+    sources: dict[ShardId, int]
+    crossing: set[ShardId]
+    reader: int
+
+    @classmethod
+    def make(cls, shards: Sequence[Sequence[S]], hosts: Sequence[str], reader: int) -> SyncPlan[S]:
+        """Plan the reads of rank `reader`.
+
+        Args:
+            shards: of every rank.
+            hosts: machine of each rank.
+            reader: the rank that reads.
+        """
+        return cls.of(*collect(shards), hosts, reader)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: dict[str, S],
+        holders: dict[ShardId, dict[int, S]],
+        hosts: Sequence[str],
+        reader: int,
+    ) -> SyncPlan[S]:
+        """Plan the reads of rank `reader`, given what `collect` returned.
+
+        A shard's source is the reader itself, else a rank of its machine (readers spread over the
+        replicas), else the lowest rank that has it. All ranks send together, from the lowest rank
+        that has it, a shard that no rank of some machine has.
+        """
+        sources: dict[ShardId, int] = {}
+        crossing: set[ShardId] = set()
+        machines = set(hosts)
+        for shard_id, ranks in holders.items():
+            near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
+            if {hosts[rank] for rank in ranks} != machines:
+                crossing.add(shard_id)
+                sources[shard_id] = min(ranks)
+            else:
+                sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
+        return cls(
+            tensors=tensors, holders=holders, sources=sources, crossing=crossing, reader=reader
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Shards and bytes that the rank reads, by where they are."""
+        read: dict[str, list[int]] = {"local": [], "peer": [], "network": []}
+        for shard_id, source in self.sources.items():
+            if source == self.reader:
+                where = "local"
+            else:
+                where = "network" if shard_id in self.crossing else "peer"
+            read[where].append(self.holders[shard_id][source].nbytes)
+        return Traffic(**{where: (len(sizes), sum(sizes)) for where, sizes in read.items()})
+
+
+def collect(
+    shards: Sequence[Sequence[S]],
+) -> tuple[dict[str, S], dict[ShardId, dict[int, S]]]:
+    """Return `tensors` and `holders` of a `SyncPlan`, given the shards of every rank."""
+    holders: dict[ShardId, dict[int, S]] = {}
+    tensors: dict[str, S] = {}
+    for rank, own in enumerate(shards):
+        for shard in own:
+            holders.setdefault((shard.name, shard.index), {})[rank] = shard
+            tensors.setdefault(shard.name, shard)
+    for name, shard in tensors.items():
+        lost = [index for index in range(shard.count) if (name, index) not in holders]
+        assert not lost, f"no rank has shards {lost} of {shard.count} of {name}"
+    # A tied embedding is on the last pipeline stage too, as the output layer: read once.
+    first = {hf: name for name, shard in reversed(tensors.items()) for hf in shard.hf}
+    kept = {name: shard for name, shard in tensors.items() if first[shard.hf[0]] == name}
+    # Layer by layer, whatever rank has an expert: the engine keeps the parts of a module until it
+    # is complete. In the order of ranks, it would keep the experts of all layers to the end.
+    order = dict(sorted(kept.items(), key=lambda item: _layer_of(item[0])))
+    wanted = [(name, index) for name, shard in order.items() for index in range(shard.count)]
+    return order, {shard_id: holders[shard_id] for shard_id in wanted}
+
+
+def _layer_of(name: str) -> int:
+    """Return the decoder layer of a tensor by its global Megatron name; -1 = in no layer."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def sync_plans(
+    shape: ModelSizes,
+    parallel: ParallelConfig,
+    hosts: Sequence[str],
+    readers: Sequence[int],
+    item_size: int,
+) -> Iterator[SyncPlan[Shard]]:
+    """Yield the plan of each reader, from sizes alone.
+
+    Args:
+        shape: the model's.
+        parallel: the policy's layout.
+        hosts: machine of each rank.
+        readers: ranks.
+        item_size: bytes per value of the policy's weights.
+    """
+    world_size, etp = len(hosts), parallel.etp or parallel.tp
+    made: dict[tuple[int, ...], list[Shard]] = {}  # data-parallel ranks have the same
+    shards = []
+    for rank in range(world_size):
+        stage, in_stage = divmod(rank, world_size // parallel.pp)
+        place = (stage, in_stage % parallel.tp, in_stage % (etp * parallel.ep))
+        if place not in made:
+            made[place] = planned_shards(shape, parallel, world_size, rank, item_size)
+        shards.append(made[place])
+    tensors, holders = collect(shards)
+    for reader in readers:
+        yield SyncPlan.of(tensors, holders, hosts, reader)
