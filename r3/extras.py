@@ -8,6 +8,7 @@ one when it is needed, and says when that is.
 | `tools.planning` | `--dry-run`, `--plan-for`, `--device-gib`; a start compares plan and device |
 | `tools.dry_run` | `--dry-run` |
 | `tools.help` | `--help`, `--models`, no words at all |
+| `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
 | `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
 | `tools.view` | `log.show_every` |
 | `tools.header` | every start: the lines before the first step |
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from r3.config import Config, EnvConfig, RewardConfig
+    from r3.config import AlgoConfig, Config, EnvConfig, RewardConfig
 
 
 def experts(*, is_cuda: bool) -> type[Any]:
@@ -230,6 +231,13 @@ def check_teacher(*given: Any) -> None:
     from r3.objectives.check import check_teacher
 
     check_teacher(*given)
+
+
+def own_function(algo: AlgoConfig, role: str) -> Any:
+    """A user's loss or advantage (r3.tools.own_algorithm)."""
+    from r3.tools.own_algorithm import own_function
+
+    return own_function(algo, role)
 
 
 def check_judges(*given: Any) -> None:

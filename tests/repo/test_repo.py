@@ -84,7 +84,7 @@ DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
     *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/", "r3/agents/"),
-    *("r3/user_code/algorithm.py", "r3/user_code/loading.py"),
+    *("r3/tools/own_algorithm.py", "r3/user_code/loading.py"),
     *("r3/user_code/calls.py", "r3/user_code/workers.py"),
 )
 
