@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,15 @@ def start_torchrun(argv: list[str]) -> Process:
 
 def launch(argv: list[str], start: Callable[[list[str]], Process] = start_torchrun) -> int:
     """Run the ranks to their end; returns the exit code of the first rank that failed, or 0."""
+    with tempfile.TemporaryDirectory(prefix="r3_") as folder:
+        os.environ["R3_READ"] = folder  # what one process has read of the data, see r3.data.sources
+        try:
+            return _launch(argv, start)
+        finally:
+            del os.environ["R3_READ"]
+
+
+def _launch(argv: list[str], start: Callable[[list[str]], Process]) -> int:
     if argv[:1] == ["--check"]:
         del argv[0]
         code = checked(argv)

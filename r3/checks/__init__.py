@@ -47,6 +47,7 @@ class Report:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     shape: ModelShape | None
+    read: ReadsRows = read_rows
 
 
 def problems(config: Config, world_size: int) -> list[Problem]:
@@ -104,7 +105,7 @@ def examine(
         found.add("log.tracker", "this package is not installed", fix)
     notes = switch_notes() + ignored_settings(config, shape, given) + overlap(training, heldout)
     notes += of_adapter
-    return Report(tuple(found.problems), tuple(notes), shape)
+    return Report(tuple(found.problems), tuple(notes), shape, read)
 
 
 def _is_installed(package: str) -> bool:

@@ -45,7 +45,7 @@ from r3.config import (
     with_values,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.data.sources import read_rows
+from r3.data.sources import ReadsRows, read_rows
 from r3.models.download import fetch_weights
 from r3.models.hub import HubError, is_hub
 from r3.models.shape import ModelShape
@@ -75,6 +75,7 @@ class Invocation:
         overrides: the differences as YAML, for overrides.yaml of the run.
         world_size: number of ranks.
         check: read data and reward too, then end; run nothing.
+        read: reads rows of data, and remembers those that were checked.
     """
 
     config: Config
@@ -83,6 +84,7 @@ class Invocation:
     overrides: str
     world_size: int
     check: bool = False
+    read: ReadsRows | None = None
 
 
 class _Given(tuple[str, ...]):
@@ -207,7 +209,8 @@ def parse(argv: Sequence[str]) -> Invocation:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)
-    return _invocation(base, config, differences, world_size, check=words.check)
+    found = _invocation(base, config, differences, world_size, check=words.check)
+    return replace(found, read=report.read)
 
 
 def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:

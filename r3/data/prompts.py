@@ -15,7 +15,7 @@ import numpy as np
 from r3 import extras
 from r3.data.rendering import EndlessTemplate, NotRendered, TemplateFault
 from r3.data.rows import Columns, Row, RowProblem
-from r3.data.sources import read_rows
+from r3.data.sources import ReadsRows, read_rows
 from r3.data.template import Renderer
 from r3.types import Prompt
 
@@ -77,6 +77,7 @@ def load_prompts(
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     allow_control_tokens: bool = False,
+    read: ReadsRows | None = None,
 ) -> Dataset:
     """Read, check and tokenise all rows.
 
@@ -95,6 +96,7 @@ def load_prompts(
         tools: tool schemas that the chat template shows for rows without tools of their own.
         template_kwargs: further variables of the chat template.
         allow_control_tokens: whether control tokens in rows are meant as such.
+        read: reads rows; None: anew.
 
     Raises:
         DataError: rows cannot be used; names all of them.
@@ -119,7 +121,8 @@ def load_prompts(
     repeated: list[tuple[str, str]] = []
     all_long = 0
     for source, label in zip(sources, source_labels(sources), strict=True):
-        rows, bad = read_rows(source, columns)
+        rows, of_rows = (read or read_rows)(source, columns)
+        bad = list(of_rows)
         good: list[Prompt] = []
         long: list[tuple[int, Row]] = []
         twice = 0

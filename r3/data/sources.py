@@ -20,22 +20,26 @@ from __future__ import annotations
 
 import bz2
 import csv
+import fcntl
 import glob
 import gzip
+import hashlib
 import io
 import logging
 import lzma
 import os
+import pickle
 import re
 import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from r3.config.arguments import argument_value, arguments_fault
 from r3.data.rows import Columns, Row, RowProblem, SourceError, check_row, read_json
@@ -43,6 +47,7 @@ from r3.user_code.loading import path_fix
 
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 
+Read = TypeVar("Read")
 ReadsRows = Callable[[str, Columns], tuple[list[Row], list[RowProblem]]]
 _Numbered = Iterator[tuple[int, Any]]  # a line, and an object or the bytes of a line of JSON
 
@@ -71,8 +76,37 @@ _SPLITS = {
 }
 
 
+def read_once(key: object, make: Callable[[], Read]) -> Read:
+    """Return what `make` returns; a start that has a launcher makes it once on each machine.
+
+    The launcher gives its check and its ranks a folder (R3_READ), so that the ranks take what the
+    check has read, also where the files change in between. Machines share nothing: each sees its
+    own files. Without a launcher each process reads by itself.
+
+    Args:
+        key: what decides the result.
+    """
+    if not (folder := os.environ.get("R3_READ")):
+        return make()
+    path = Path(folder) / hashlib.sha256(repr(key).encode()).hexdigest()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            found: Read = pickle.loads(path.read_bytes())
+            return found
+        found = make()
+        with suppress(OSError):  # a full disk costs the others their own reading
+            path.with_suffix(".new").write_bytes(pickle.dumps(found))
+            path.with_suffix(".new").replace(path)
+    return found
+
+
 def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem]]:
     """Return the good rows of a source, and the problems of the others or of the whole source."""
+    return read_once((source, columns), lambda: _read_rows(source, columns))
+
+
+def _read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem]]:
     rows: list[Row] = []
     problems: list[RowProblem] = []
     if source.startswith("gym:"):  # its rows have fixed column names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
+from r3.data.sources import ReadsRows, read_once
 from r3.data.template import load_tokenizer
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
@@ -135,12 +136,13 @@ def _refuse(problems: list[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def read_task(config: Config, world_size: int | None = None) -> Task:
+def read_task(config: Config, world_size: int | None = None, read: ReadsRows | None = None) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
     Args:
         config: the settings.
         world_size: ranks of the run; None: those that the launcher has started, or 1.
+        read: reads rows; one that remembers them is what has checked them.
 
     Raises:
         ConfigError: a setting does not fit; names field, value, rule and fix.
@@ -180,12 +182,14 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             config.longest_sequence(context) - config.rollout.max_response_tokens + response,
         )
 
-    read_prompts = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        template_kwargs=template_kwargs,
-        allow_control_tokens=data.allow_control_tokens,
-    )
+    def read_prompts(sources: str | Sequence[str], **how: Any) -> Dataset:
+        how |= {
+            "template_kwargs": template_kwargs,
+            "allow_control_tokens": data.allow_control_tokens,
+        }
+        make = partial(load_prompts, sources, tokenizer, read=read, **how)
+        return read_once((path, sources, how), make)
+
     prompts, longest = Dataset(prompts=()), 0
     supervised = config.train.objective == "sft"
     if not config.eval.only:

@@ -113,7 +113,9 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         with stage("importing transformers"), importing():
             from transformers import AutoTokenizer  # noqa: F401 (takes longer than to read)
         with stage("reading model facts, data and rewards"):
-            task = read_task(config, invocation.world_size)
+            task = read_task(config, invocation.world_size, invocation.read)
+            invocation = replace(invocation, read=None)  # its rows are prompts now
+            os.environ.pop("R3_READ", None)  # of this start, not of what users' code starts
         undo.callback(task.close)
         require_resources(task.shape)
         small_files = read_small_files(config.model.path) if is_leader() else {}

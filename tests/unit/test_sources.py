@@ -9,16 +9,19 @@ import io
 import json
 import lzma
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts, source_labels
 from r3.data.rows import Columns, columns_of
 from r3.data.sources import files_of, is_near, read_rows
+from r3.rollout.task import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
 
@@ -309,6 +312,41 @@ def test_a_folder_that_changed_is_read_again_with_equal_size_and_time(tmp_path: 
         (tmp_path / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
         os.utime(tmp_path / "rows.jsonl", (1, 1))
         assert read_rows(str(tmp_path), Columns())[0][0].answers == (answer,)
+
+
+def test_the_processes_of_a_start_take_what_one_has_read(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with other columns are others, as are those of the next start."""
+    (folder := tmp_path / "read").mkdir()
+    path = jsonl(tmp_path, ROWS)
+    monkeypatch.setenv("R3_READ", str(folder))
+    before = read_rows(path, Columns())
+    jsonl(tmp_path, ROWS[:1])
+    program = f"from r3.data.sources import *; print(len(read_rows({path!r}, Columns())[0]))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "3\n"
+    assert read_rows(path, Columns()) == before and len(read_rows(path, Columns(answer=""))[0]) == 1
+    monkeypatch.delenv("R3_READ")
+    assert len(read_rows(path, Columns())[0]) == 1
+
+
+def test_a_run_takes_the_rows_that_its_command_line_has_checked(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{**ROWS[0], "question": f"{i}?"} for i in range(20)])
+    words = [
+        "tiny-smoke",
+        "--data.path",
+        path,
+        "--eval.path",
+        "",
+        "--log.dir",
+        str(tmp_path),
+        "--parallel.ep",
+        "1",
+    ]
+    invocation = parse(words)
+    jsonl(tmp_path, ROWS)
+    assert len(read_task(invocation.config, 1, invocation.read).prompts) == 20
+    assert len(read_task(invocation.config, 1).prompts) == 3
 
 
 @pytest.mark.usefixtures("_own_cache")
