@@ -10,7 +10,7 @@ generation.json to benchmarks/results/.
 All arms use one engine, which captures routes in the last arm only. Two engines without capture
 differed by up to 1 %, a third of what capture may cost.
 
-vLLM alone runs norms, experts and attention in its own way (`r3/backends/cpu/engine_layers.py`).
+vLLM alone runs norms, experts and attention in its own way (`r3/backends/cpu/engine.py`).
 
     vllm plain   `LLM.generate` as a user would call it: no seeds, no log-probabilities
     vllm         `LLM.generate` with what R3 asks for: a seed per response, log-probabilities

@@ -16,7 +16,7 @@ one when it is needed, and says when that is.
 | `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
-| `agents` | `env.command`, a workflow as `env.path` |
+| `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
 | `lora` | `lora.rank` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
@@ -77,11 +77,11 @@ def triton_kernels() -> ModuleType:
     return triton_kernels
 
 
-def make_engine_exact(modules: Sequence[Any]) -> None:
-    """Replace layers of an engine on CPU that do not round as the policy's do."""
-    from r3.backends.cpu.engine_layers import replace_layers
+def engine_on_cpu() -> ModuleType:
+    """What an engine on CPU needs: r3.backends.cpu.engine."""
+    from r3.backends.cpu import engine
 
-    replace_layers(modules)
+    return engine
 
 
 def slot_routes(llm: Any) -> Any:
@@ -117,6 +117,13 @@ def command() -> type[Any]:
     from r3.agents.command import Command
 
     return Command
+
+
+def message_parser(*given: Any) -> Any:
+    """vLLM's parsers of `env.tool_parser` and `env.reasoning_parser` (r3.agents.parsers)."""
+    from r3.agents.parsers import message_parser
+
+    return message_parser(*given)
 
 
 def serve(model: Any) -> AbstractAsyncContextManager[Any]:

@@ -9,7 +9,8 @@ from typing import Any
 from r3.agents.workflows import Workflows
 from r3.config import RewardConfig
 from r3.data.template import Renderer
-from r3.engine import CaptureSpec, Sampled, Sampling, Turn, message_parser
+from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.envs.tool_calls import MessageReader, built_in
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected_rollouts import CollectedRollouts
@@ -45,7 +46,7 @@ def play_round(
         environments=workflows,
         tokenizer=tokenizer,
         renderer=renderer,
-        parser=message_parser(workflows.settings, tokenizer, {}),
+        parser=MessageReader(built_in),
     )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(

@@ -118,8 +118,8 @@ VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -
   'import megatron.core, transformers, vllm
 from r3.runtime.device import has_gpu, prepare_environment
 prepare_environment()
-from r3.engine.build import import_for_cpu
+from r3.backends.cpu.engine import import_engine
 from r3.run import start
-has_gpu() or import_for_cpu()'
+has_gpu() or import_engine()'
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

@@ -7,6 +7,11 @@ from r3.engine.build import EngineConfigError
 from r3.engine.direct_weights import WeightMismatch
 from r3.engine.engine import Engine, EngineStateError, forget_engine
 from r3.engine.memory import DeviceMemoryError
-from r3.engine.parsers import message_parser
-from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
-from r3.engine.transcript import CaptureSpec, Transcript
+from r3.engine.sampler import (
+    CaptureSpec,
+    Sampled,
+    Sampling,
+    Transcript,
+    Turn,
+    sampling_seed,
+)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +15,12 @@ import torch
 
 from r3 import extras
 from r3.engine.memory import neighbours_named
-from r3.engine.messages import show_as_lines
 from r3.models.families import FAMILIES, implied_keys
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.runtime.device import preserved_random_state
 from r3.runtime.process import importing
+from r3.runtime.terminal import say
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,16 +29,6 @@ if TYPE_CHECKING:
     from r3.config import Config
     from r3.runtime.device import Device
 
-# KV cache on CPU when the config does not say: enough for a small model, small enough for a laptop.
-DEFAULT_CPU_KV_CACHE_BYTES = 256 << 20
-# Packages that vLLM 0.30 imports if they are installed, and that an engine on CPU does not use.
-# They take a fifth of the time of all imports.
-_UNUSED_ON_CPU = (
-    "cv2",  # videos
-    "opentelemetry",  # traces of requests
-    "pandas",  # tuned products of AMD's GPUs
-    "torch._inductor.lowering",  # vLLM's operators in compiled graphs; here nothing is compiled
-)
 _DENSE_MLA = "DeepseekV3ForCausalLM"  # latent attention without indexers
 _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
@@ -115,17 +102,6 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
         )
 
 
-def import_for_cpu() -> None:
-    """Import what an engine on CPU will import when it is built, but for the model's module."""
-    with importing(without=_UNUSED_ON_CPU):
-        import vllm.entrypoints.llm
-        import vllm.model_executor.layers.fused_moe.experts.cpu_moe
-        import vllm.model_executor.layers.quantization.online.base
-        import vllm.v1.attention.backends.cpu_attn
-        import vllm.v1.core.sched.scheduler
-        import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
 @contextmanager
 def kept_process_state() -> Iterator[None]:
     """Restore what `LLM()` (vLLM 0.30) overwrites.
@@ -175,8 +151,9 @@ def build_llm(
         EngineConfigError: the engine differs from what R3 relies on.
         DeviceMemoryError: another process has memory of the device that the engine needs.
     """
-    if not device.is_cuda:
-        import_for_cpu()
+    cpu = None if device.is_cuda else extras.engine_on_cpu()
+    if cpu:
+        cpu.import_engine()
     with importing():
         from vllm import LLM
     show_as_lines()
@@ -206,36 +183,17 @@ def build_llm(
     )
     if engine.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
-    if device.is_cuda:
-        arguments |= cuda_arguments(config, share)
+    if cpu:
+        arguments = cpu.arguments(config, shape, max_model_len) | arguments
     else:
-        _inspect_models_in_this_process()
-        _rank_with_biases()
-        if shape.delta and not shape.delta.interleaved:
-            _do_without_torchvision()
-        arguments |= dict(
-            enforce_eager=True,
-            # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
-            # offset.
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(4096, max_model_len, engine.max_num_seqs),
-            # With the default of 128 short prompts would not be cached, and the cache not tested.
-            block_size=32,
-            # For latent attention only: with AMX vLLM would choose a backend that refuses float32.
-            attention_backend="CPU_MLA",
-        )
-        arguments.setdefault("kv_cache_memory_bytes", DEFAULT_CPU_KV_CACHE_BYTES)
-    names = _own_shared_memory() if not device.is_cuda and config.parallel.engine_tp > 1 else ""
+        arguments |= cuda_arguments(config, share)
     with kept_process_state(), neighbours_named(device, share):
-        llm = LLM(**arguments)
-    for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
-        # All ranks have mapped it: unlinked now, it cannot outlive a run that is killed.
-        segment.unlink(missing_ok=True)
+        llm: LLM = cpu.build(LLM, arguments) if cpu else LLM(**arguments)
     _unlink_message_queues()
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
-    if not device.is_cuda:
+    if cpu:
         llm.collective_rpc(
-            lambda worker: extras.make_engine_exact(list(worker.model_runner.get_model().modules()))
+            lambda worker: cpu.replace_layers(list(worker.model_runner.get_model().modules()))
         )
     require_head_type(llm, config)
     return llm
@@ -298,6 +256,33 @@ def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[A
     if other:
         return as_glm4_moe
     return text_config if shape.is_wrapped else keys
+
+
+# What a warning says -> why nobody has to act.
+_NEEDS_NO_ACTION = {
+    "JIT compilation during inference": "the kernels of R3's training are compiled in this process",
+    "VLLM_ENABLE_V1_MULTIPROCESSING is set to False": "R3 restores the random state",
+    "Using default MoE config": "no file is tuned for the sizes; results are the same",
+}
+
+
+class _Lines(logging.Handler):
+    """Writes each message on a line of its own, with the name of the library."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = self.format(record)  # with the traceback, if there is one
+        if not any(phrase in said for phrase in _NEEDS_NO_ACTION):
+            say(f"vllm {record.levelname.lower()}: {said}", error=True)
+
+
+def show_as_lines() -> None:
+    """Give vLLM's logger this handler, unless the user configures its logging.
+
+    vLLM must have been imported, which installs its own.
+    """
+    by_user = os.environ.get("VLLM_CONFIGURE_LOGGING") == "0"
+    if not (by_user or os.environ.get("VLLM_LOGGING_CONFIG_PATH")):
+        logging.getLogger("vllm").handlers[:] = [_Lines()]
 
 
 def _tokenizer_is_code(folder: str) -> bool:
@@ -369,49 +354,6 @@ def require_head_type(llm: LLM, config: Config) -> None:
         )
 
 
-def _inspect_models_in_this_process() -> None:
-    """Let vLLM (0.30) ask the class of a model about itself without a process for it.
-
-    That process, which must not initialise CUDA here, imports vLLM again: 8 s for each rank when a
-    machine meets a model for the first time.
-    """
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda fn: fn()
-
-
-def _rank_with_biases() -> None:
-    """Let vLLM's router on CPU (0.30) add its biases without groups of experts: in one group.
-
-    By itself it leaves them out of softmax scores (ERNIE 4.5) and refuses sigmoid scores
-    (MiniMax-M2). On CUDA vLLM has another router, which adds them.
-    """
-    # By its name: vLLM 0.26 has no such router.
-    factory = import_module("vllm.model_executor.layers.fused_moe.router.router_factory")
-    made = factory.CPURouter
-    if not isinstance(made, type):
-        return  # done before
-
-    def in_one_group(**arguments: Any) -> Any:
-        if arguments["e_score_correction_bias"] is not None and not arguments["use_grouped_topk"]:
-            arguments |= dict(use_grouped_topk=True, num_expert_group=1, topk_group=1)
-        return made(**arguments)
-
-    factory.CPURouter = in_one_group  # type: ignore[attr-defined]
-
-
-def _do_without_torchvision() -> None:
-    """Let vLLM's module of Qwen3.5 import where torchvision is missing, as on CPU.
-
-    It also has the model that sees images, and takes one function for it (`smart_resize`) from a
-    module of transformers that needs torchvision. The same function is in that module's variant for
-    PIL, which transformers falls back to by itself everywhere else.
-    """
-    if find_spec("torchvision") is None:
-        name = "transformers.models.qwen2_vl.image_processing_"
-        sys.modules.setdefault(f"{name}qwen2_vl", import_module(f"{name}pil_qwen2_vl"))
-
-
 def _unlink_message_queues() -> None:
     """Unlink the queues between the ranks of an engine, which all ranks have mapped by now.
 
@@ -425,26 +367,3 @@ def _unlink_message_queues() -> None:
         if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
             queue.buffer.shared_memory.unlink()
             queue.buffer.is_creator = False  # it must not be unlinked twice
-
-
-def _own_shared_memory() -> str:
-    """Give the shared memory of this run's CPU engines names of their own. All ranks must call.
-
-    Under the external launcher vLLM 0.30 names the segments only by group and ranks. A second run
-    on the machine, or segments of a killed run, would make it fail with errno 17.
-
-    Returns:
-        The prefix of the names.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    token = [f"r3-{uuid.uuid4().hex[:12]}"]
-    torch.distributed.broadcast_object_list(token, src=0)
-    prefix = token[0]
-
-    def group_name(communicator: Any) -> str:
-        ranks = "-".join(str(rank) for rank in communicator.ranks)
-        return f"{prefix}-{communicator.unique_name}-{ranks}"
-
-    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
-    return prefix

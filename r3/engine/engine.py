@@ -18,8 +18,7 @@ from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
-from r3.engine.sampler import Sampler
-from r3.engine.transcript import CaptureSpec
+from r3.engine.sampler import CaptureSpec, Sampler
 from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state
 from r3.runtime.terminal import say

@@ -1,7 +1,7 @@
 """Parse a message of the model into reasoning, text and tool calls.
 
 Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates.
-Named parsers are vLLM's (`r3.engine.parsers`). A model may sample any text, and parsers fail on
+Named parsers are vLLM's (`r3.agents.parsers`). A model may sample any text, and parsers fail on
 some: every parser is called by a `MessageReader`, which reads a message or leaves it as text.
 """
 

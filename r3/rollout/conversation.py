@@ -11,7 +11,7 @@ from typing import Any
 from r3 import extras
 from r3.config import EnvConfig
 from r3.data.template import Renderer
-from r3.engine import CaptureSpec, Sampling, message_parser
+from r3.engine import CaptureSpec, Sampling
 from r3.envs.chat import Chat
 from r3.envs.find import find, is_workflow
 from r3.envs.runner import Environments
@@ -72,7 +72,9 @@ class ConversationSetup:
             )
             fix = "use a chat template that writes it if add_generation_prompt is set"
             raise problem("model.path", model_path, rule, fix)
-        parser = message_parser(settings, tokenizer, template_kwargs)
+        parser = MessageReader(built_in)
+        if settings.tool_parser or settings.reasoning_parser:
+            parser = extras.message_parser(settings, tokenizer, template_kwargs)
         environments: Any
         chat = None
         if is_workflow(found):

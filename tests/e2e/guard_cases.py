@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from r3.backends.cpu.engine_layers import normalise_in_one_call, rotate_to_nearest
+from r3.backends.cpu.engine import normalise_in_one_call, rotate_to_nearest
 from r3.backends.cpu.route_slots import SlotRoutes
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.e2e
 # twentieth; in the second, which begins before its seventieth, nothing for almost all.
 DRIVER = """
 import train
-from r3.engine import transcript
-check, calls = transcript.check_routes, 0
+from r3.engine import sampler
+check, calls = sampler.check_routes, 0
 
 def losing(routes, **facts):
     global calls
     calls += 1
     return check({10: None, 20: routes[:-2]}.get(calls, routes if calls < 70 else None), **facts)
 
-transcript.check_routes = losing
+sampler.check_routes = losing
 train.main()
 """
 

@@ -17,9 +17,9 @@ from r3.engine.build import (
     cuda_arguments,
     overrides,
     require_architecture,
+    show_as_lines,
 )
 from r3.engine.memory import DeviceMemoryError, neighbours_named, share_of_device
-from r3.engine.messages import show_as_lines
 from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device, programs_on

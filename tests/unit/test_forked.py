@@ -175,10 +175,10 @@ def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
 LOADED = """
 import sys
 from importlib.util import find_spec
-from r3.engine.build import _UNUSED_ON_CPU
+from r3.backends.cpu.engine import UNUSED
 
 print("megatron" in sys.modules, "torch._inductor.lowering" in sys.modules)
-print(sorted(set(_UNUSED_ON_CPU) & set(sys.modules)), all(map(find_spec, _UNUSED_ON_CPU)))
+print(sorted(set(UNUSED) & set(sys.modules)), all(map(find_spec, UNUSED)))
 """
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from r3.agents.parsers import message_parser
 from r3.config import EnvConfig
-from r3.engine import Sampling, message_parser
+from r3.engine import Sampling
 from r3.envs.calculator import Calculator
 from r3.envs.find import ENVIRONMENTS
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts

@@ -19,7 +19,6 @@ from r3.envs.tool_calls import (
     Parse,
     Parsed,
     Parser,
-    built_in,
     call_of,
     parsed_calls,
 )
@@ -39,7 +38,7 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": 
 def message_parser(
     settings: EnvConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> MessageReader:
-    """Return what reads messages of the model; imports vLLM if the settings name a parser.
+    """Return what reads messages of the model, by one parser of vLLM or both.
 
     Args:
         template_kwargs: further variables of the chat template; some parsers depend on them.
@@ -48,8 +47,6 @@ def message_parser(
         ConfigError: vLLM has no such parser, or it cannot be used with the tokenizer.
     """
     names = (settings.tool_parser, settings.reasoning_parser)
-    if not any(names):
-        return MessageReader(built_in)
     prepare_environment()
     with kept_process_state():
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
