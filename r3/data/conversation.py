@@ -216,22 +216,21 @@ def read_json(text: str | bytes) -> Any:
         ValueError: it is nested deeper than 100 levels, no UTF-8, or has a number that Python does
             not read.
     """
-    too_deep = ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
     try:
         value = json.loads(text)
+        is_deep = _depth(value) > _DEEPEST
     except RecursionError:
-        raise too_deep from None
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return value
-    raise too_deep
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
+    return value
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def half_character(text: str) -> str:

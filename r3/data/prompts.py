@@ -102,9 +102,6 @@ def load_prompts(
         DataError: rows cannot be used; names all of them.
     """
     sources = [str(sources)] if isinstance(sources, str | Path) else list(sources)
-    if not tokenizer.chat_template:
-        fix = "use a model folder with chat_template.jinja"
-        raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
     renderer = Renderer(tokenizer, template_kwargs, control_tokens=allow_control_tokens)
     finder: Any = None
     if columns.supervised:

@@ -204,7 +204,7 @@ def _object(content: Any, faults: _Faults) -> Mapping[str, Any] | None:
     """Return a row as an object, or None with a fault."""
     try:
         content = read_json(content) if isinstance(content, bytes) else content
-        half = _half_character(content)
+        half = half_character(json.dumps(content, ensure_ascii=False, default=str))
     except UnicodeDecodeError as error:
         faults.add("row", f"is not UTF-8 at byte {error.start}", "save the file as UTF-8")
     except json.JSONDecodeError as error:
@@ -409,19 +409,6 @@ def _shortest(value: float) -> str:
 def verifier_of(columns: Mapping[str, Any]) -> object:
     """Return the verifier that a row names; "gym" for rows of reasoning-gym."""
     return columns.get("verifier", "gym" if "gym" in columns else None)
-
-
-def _half_character(value: Any) -> str:
-    """The first lone surrogate in any string of a row, or ""; tokenizers cannot encode one."""
-    if isinstance(value, str):
-        return half_character(value)
-    if isinstance(value, Mapping):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple):
-        parts = list(value)
-    else:
-        return ""
-    return next(filter(None, map(_half_character, parts)), "")
 
 
 _ABSENT = object()
