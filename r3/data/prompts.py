@@ -48,16 +48,14 @@ class Dataset:
         dropped_too_long: rows dropped because of `max_prompt_tokens`.
         dropped_duplicates: rows dropped as duplicates.
         duplicates: ids of prompts that repeat an earlier one, which was kept, with its id.
-        sizes: number of prompts per source, if there are weights; else all prompts are one pool.
         read: number of prompts per source, by its label.
-        weights: share of each source in what is drawn.
+        weights: share of each source in what is drawn; none: all prompts are one pool.
     """
 
     prompts: tuple[Prompt, ...]
     dropped_too_long: int = 0
     dropped_duplicates: int = 0
     duplicates: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
 
@@ -110,7 +108,7 @@ def load_prompts(
         except TemplateFault as error:
             rule = f"its chat template hides where an assistant message begins or ends: {error}"
             fix = "use another chat template"
-            raise DataError([_whole(sources[0], rule, fix, field="tokenizer")]) from error
+            raise DataError([RowProblem(sources[0], 0, "tokenizer", rule, fix)]) from error
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
     sizes: list[int] = []
@@ -141,13 +139,11 @@ def load_prompts(
         if long and on_too_long == "error":
             bad.append(_too_long(source, long, len(rows), max_prompt_tokens, columns))
         if not good and not bad:
-            why = (
-                f"no row of {len(rows)} remains: {len(long)} exceed {max_prompt_tokens} tokens, "
-                f"{twice} are duplicates"
-            )
-            bad.append(
-                _whole(source, why if rows else "has no rows", "give a source with usable rows")
-            )
+            rule = "has no rows"
+            if rows:
+                counts = f"{len(long)} exceed {max_prompt_tokens} tokens, {twice} are duplicates"
+                rule = f"no row of {len(rows)} remains: {counts}"
+            bad.append(RowProblem(source, 0, "file", rule, "give a source with usable rows"))
         prompts += good
         problems += bad
         sizes.append(len(good))
@@ -159,7 +155,6 @@ def load_prompts(
         dropped_too_long=all_long,
         dropped_duplicates=len(repeated) if drop_duplicates else 0,
         duplicates=() if drop_duplicates else tuple(repeated),
-        sizes=tuple(sizes) if weights else (),
         weights=tuple(weights),
         read=tuple(zip(source_labels(sources), sizes, strict=True)),
     )
@@ -180,7 +175,7 @@ def _too_long(
         fix = "shorten them, lower --eval.max_tokens, or leave the rows out yourself"
     elif not columns.supervised:
         fix += ", or give them more room (data.max_prompt_tokens, rollout.max_response_tokens)"
-    return _whole(source, rule, fix, field=columns.prompt)
+    return RowProblem(source, 0, columns.prompt, rule, fix)
 
 
 def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:
@@ -211,11 +206,12 @@ def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list
         raise ValueError("the data set has no prompt")
     if not dataset.weights:
         return _draw(dataset.prompts, [seed], start, start + count)
-    ends = np.cumsum(dataset.sizes)
+    sizes = [size for _, size in dataset.read]
+    ends = np.cumsum(sizes)
     taken = [turns(dataset.weights, start + i) for i in range(count + 1)]
     drawn = [
         _draw(dataset.prompts[end - size : end], [seed, index], taken[0][index], taken[-1][index])
-        for index, (size, end) in enumerate(zip(dataset.sizes, ends, strict=True))
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
     order = [
         next(i for i in range(len(ends)) if after[i] > before[i])
@@ -274,21 +270,16 @@ def _prompts(
         found: list[Any] = []  # a text, tokens and their spans, or a problem
         for row in batch:
             try:
-                found.append(
-                    text_of(row)
-                    if finder is None
-                    else finder.find(row.messages, row.answers[0], row.tools or tools)
-                )
+                if finder is None:
+                    found.append(text_of(row))
+                else:
+                    found.append(finder.find(row.messages, row.answers[0], row.tools or tools))
             except TemplateFault as error:
                 rule = f"is refused by the model's chat template ({error})"
                 fix = "use roles in the order the template takes, or correct the template"
                 if isinstance(error, NotRendered):
                     rule, fix = f"does not reach the model as it is: {error}", error.fix
-                found.append(
-                    RowProblem(
-                        file=row.file, line=row.line, field=columns.prompt, rule=rule, fix=fix
-                    )
-                )
+                found.append(RowProblem(row.file, row.line, columns.prompt, rule, fix))
                 if isinstance(error, EndlessTemplate):  # all other rows would take as long
                     raise DataError([found[-1]]) from None
         tokenised = iter(renderer.batch([each for each in found if isinstance(each, str)]))
@@ -325,7 +316,3 @@ def source_labels(sources: Sequence[str]) -> list[str]:
         f"{label}#{count}" if (count := labels[: place + 1].count(label)) > 1 else label
         for place, label in enumerate(labels)
     ]
-
-
-def _whole(source: str, rule: str, fix: str, field: str = "file") -> RowProblem:
-    return RowProblem(file=source, line=0, field=field, rule=rule, fix=fix)

@@ -87,7 +87,7 @@ class Row:
     columns: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowProblem:
     """One problem of a data set: where, which rule is broken, what to do.
 
@@ -150,9 +150,7 @@ class _Faults:
     found: list[RowProblem] = field(default_factory=list)
 
     def add(self, field: str, rule: str, fix: str) -> None:
-        self.found.append(
-            RowProblem(file=self.file, line=self.line, field=field, rule=rule, fix=fix)
-        )
+        self.found.append(RowProblem(self.file, self.line, field, rule, fix))
 
 
 def check_row(

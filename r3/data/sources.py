@@ -120,9 +120,7 @@ def _read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProble
             else:
                 problems += found
     except SourceError as error:
-        problems.append(
-            RowProblem(file=source, line=0, field="file", rule=error.rule, fix=error.fix)
-        )
+        problems.append(RowProblem(source, 0, "file", error.rule, error.fix))
     return rows, problems
 
 
@@ -135,17 +133,17 @@ def is_near(source: str) -> bool:
 
 
 def files_of(source: str) -> list[Path]:
-    """The files that a folder or a pattern stands for; none for other sources.
+    """The files that R3 reads of a source; none of one that a library reads or makes.
 
     Raises:
-        SourceError: it stands for none, or for files that R3 does not read.
+        SourceError: a folder or a pattern has none, or files that R3 does not read.
     """
     source, _ = _without_slice(source)
     if source.startswith(("hub:", "gym:")):
         return []
     folder, split = _folder_and_split(source)
     if folder is None:
-        return _files_of_glob(source) if _is_glob(source) else []
+        return _files_of_glob(source) if _is_glob(source) else [Path(source)]
     own = _is_saved(folder) or _has_own_configs(folder)
     return [] if own else _files_of_folder(folder, split)
 
@@ -153,17 +151,22 @@ def files_of(source: str) -> list[Path]:
 def bytes_of(source: str) -> int:
     """Bytes of the files of a source; 0 if it has none here."""
     try:
-        files = files_of(source) or [Path(_without_slice(source)[0])]
+        return sum(file.stat().st_size for file in files_of(source) if file.is_file())
     except SourceError:
         return 0
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _numbered(source: str) -> Iterator[tuple[int, str, int, Any]]:
     """Yield number, file, line and content of the rows of a source, or of a slice of it."""
     whole, part = _without_slice(source)
-    files = files_of(whole)
-    each = _of_files(files) if files else ((whole, *row) for row in _open(whole))
+    if address := _ADDRESS.match(whole):
+        rule = f"is an address, and R3 reads no {address[0]}"
+        fix = "download it, or write hub:OWNER/NAME for a data set of the Hugging Face hub"
+        raise SourceError(rule, fix)
+    if (files := files_of(whole)) and files != [Path(whole)]:
+        each = _of_files(files)
+    else:
+        each = ((whole, *row) for row in (_file(files[0]) if files else _made(whole)))
     several = len(files) > 1  # lines are there once per file
     rows = ((count if several else row[1], *row) for count, row in enumerate(each, 1))
     if part is None:
@@ -185,19 +188,14 @@ def _without_slice(source: str) -> tuple[str, tuple[tuple[str, str], tuple[str, 
     return found[1], ((first, first_percent), (last, last_percent))
 
 
-def _open(source: str) -> _Numbered:
-    """Yield the rows of a source that is not several files."""
-    if address := _ADDRESS.match(source):
-        rule = f"is an address, and R3 reads no {address[0]}"
-        fix = "download it, or write hub:OWNER/NAME for a data set of the Hugging Face hub"
-        raise SourceError(rule, fix)
+def _made(source: str) -> _Numbered:
+    """Yield the rows of a source that a library reads or makes."""
     if source.startswith("gym:"):
         return _gym(source)
     if source.startswith("hub:"):
         return _hub(source)
     folder, split = _folder_and_split(source)
-    if folder is None:
-        return _file(Path(source))
+    assert folder is not None, "a source is a folder, files, or of a library"
     if _is_saved(folder):
         return _saved(folder, split)
     fix = "give its files, or a folder that datasets can load"

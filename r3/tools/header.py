@@ -57,7 +57,7 @@ def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[
     if len(files) < 2 and max(files, default=0) < 2:
         return []
     return [
-        f"{rows} of {label}{f' ({count} files)' if count else ''}"
+        f"{rows} of {label}{f' ({count} files)' if count > 1 else ''}"
         for (label, rows), count in zip(read, files, strict=True)
     ]
 

@@ -148,13 +148,6 @@ def test_a_source_without_rows_is_refused(tokenizer: Any, tmp_path: Path) -> Non
         load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
-    bare = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    bare.chat_template = None
-    with pytest.raises(DataError, match="tokenizer: has no chat template"):
-        load_prompts(write(tmp_path, GOOD), bare, **OPTIONS)
-
-
 def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
     polite: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     polite.chat_template = "{{- 'Tom' if polite is defined }}" + polite.chat_template

@@ -165,8 +165,8 @@ def test_a_run_without_budget_writes_and_reads_no_file(tmp_path: Path) -> None:
 
 
 def test_prompts_are_taken_from_any_place_of_the_same_order() -> None:
-    for weights, sizes in (((), ()), ((3.0, 1.0), (1, 3))):
-        data = Dataset(prompts=tuple(PROMPTS), sizes=sizes, weights=weights)
+    for weights, read in (((), ()), ((3.0, 1.0), (("a", 1), ("b", 3)))):
+        data = Dataset(prompts=tuple(PROMPTS), read=read, weights=weights)
         steps = [
             p.id for step in range(5) for p in prompts_of_step(data, seed=1, step=step, count=3)
         ]

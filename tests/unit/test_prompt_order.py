@@ -75,7 +75,7 @@ def test_turns_by_hand() -> None:
 
 def test_weighted_sources_have_epochs_of_their_own_and_resume_exactly() -> None:
     pool = numbered(14)
-    dataset = Dataset(prompts=pool.prompts, sizes=(10, 4), weights=(0.25, 0.75))
+    dataset = Dataset(prompts=pool.prompts, read=(("a", 10), ("b", 4)), weights=(0.25, 0.75))
     assert len(dataset) == 14
     # 140 places: 35 of the first ten, 105 of the last four
     order = walk(dataset, seed=1, steps=20, count=7)
