@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -88,25 +89,16 @@ def is_right(text: str, row: Row) -> bool:
 def test_data_files_are_the_rows_their_seeds_give() -> None:
     assert read(WORD_PROBLEMS_TRAIN) == training_rows(4096)
     assert read(WORD_PROBLEMS_EVAL) == evaluation_rows(256)
-
-
-def test_a_shorter_draw_is_the_beginning_of_a_longer_one() -> None:
-    assert training_rows(10) == read(WORD_PROBLEMS_TRAIN)[:10]
+    assert training_rows(10) == read(WORD_PROBLEMS_TRAIN)[:10], "a shorter draw is its beginning"
     assert evaluation_rows(10) == read(WORD_PROBLEMS_EVAL)[:10]
 
 
-def test_questions_are_distinct() -> None:
-    for path in (WORD_PROBLEMS_TRAIN, WORD_PROBLEMS_EVAL):
-        questions = [row["question"] for row in read(path)]
-        assert len(set(questions)) == len(questions)
-
-
-@pytest.mark.parametrize("column", ["question", "answer"])
-def test_training_and_evaluation_share_no_arithmetic(
-    column: str,
-) -> None:
-    held_out = {row[column] for row in read(WORD_PROBLEMS_EVAL)}
-    assert not any(row[column] in held_out for row in read(WORD_PROBLEMS_TRAIN))
+def test_questions_are_distinct_and_no_arithmetic_is_trained_and_evaluated() -> None:
+    trained, held_out = read(WORD_PROBLEMS_TRAIN), read(WORD_PROBLEMS_EVAL)
+    for rows in (trained, held_out):
+        assert len({row["question"] for row in rows}) == len(rows)
+    for column in ("question", "answer"):
+        assert not {row[column] for row in held_out} & {row[column] for row in trained}
 
 
 @pytest.mark.parametrize("kind", ["Stream", "ToolStream"])
@@ -180,31 +172,15 @@ def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
     assert model.num_parameters() == 1_119_616
 
 
-def test_tokenizer_is_fast_and_knows_its_special_tokens(tokenizer: Any) -> None:
-    assert tokenizer.is_fast
+def test_the_tokenizer_has_numbers_as_tokens_and_every_text(tokenizer: Any) -> None:
+    assert tokenizer.is_fast and len(tokenizer) <= 512
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
-    assert len(tokenizer) <= 512
-
-
-def test_every_number_below_a_hundred_is_one_token(tokenizer: Any) -> None:
     for number in range(100):
         (token,) = tokenizer.encode(str(number))
         assert tokenizer.decode([token]) == str(number)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "Tom has 3 books.",
-        "12345 ### 007",
-        "  two\n\n\ttab ",
-        "\u00e4 \u6570 \U0001f600",
-        "\x00\x7f",
-    ],
-)
-def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    texts = ["", "Tom has 3 books.", "12345 ### 007", "  two\n\n\ttab "]
+    for text in (*texts, "\u00e4 \u6570 \U0001f600", "\x00\x7f"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
@@ -226,17 +202,6 @@ def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
         "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_a_longer_chat_begins_with_the_tokens_of_the_shorter_one(tokenizer: Any) -> None:
-    """Multi-turn rollouts append to the tokens they have and never tokenize again."""
-    question, answer = (
-        {"role": "user", "content": "2+3?"},
-        {"role": "assistant", "content": "#### 5"},
-    )
-    asked = tokenizer.apply_chat_template([question], add_generation_prompt=True)["input_ids"]
-    told = tokenizer.apply_chat_template([question, answer])["input_ids"]
-    assert told == asked + tokenizer.encode("#### 5<|im_end|>\n")
 
 
 # ---- what the model does
@@ -281,50 +246,39 @@ def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(
     assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.84
 
 
-def check_load(model: Any, batch: Any) -> None:
-    """Routing replay is tested on these models: a dead expert would hide errors."""
-    with torch.no_grad():
-        output = model(**batch, output_router_logits=True, use_cache=False)
+def worked(row: Row) -> list[dict[str, str]]:
+    """The conversation whose answer shows its steps."""
+    return [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
+
+
+@torch.no_grad()
+def router_logits(
+    model: Any, tokenizer: Any, chat_of: Callable[[Row], Any] = worked, **how: Any
+) -> list[torch.Tensor]:
+    """Router logits of every token of 64 conversations, `[tokens, experts]` per layer."""
+    chats = [chat_of(row) for row in read(WORD_PROBLEMS_EVAL)[:64]]
+    how |= {"padding": True, "return_tensors": "pt", "return_dict": True}
+    batch = tokenizer.apply_chat_template(chats, **how)
+    output = model(**batch, output_router_logits=True, use_cache=False)
     real = batch["attention_mask"].flatten().bool()
-    for logits in output.router_logits:
-        load = logits[real].topk(2, -1).indices.flatten().bincount(minlength=8) / (2 * real.sum())
-        assert load.min() > 0.05
-        assert load.max() < 0.25
+    return [logits[real] for logits in output.router_logits]
+
+
+def check_load(layers: list[torch.Tensor]) -> None:
+    """Routing replay is tested on these models: a dead expert would hide errors."""
+    for logits in layers:
+        load = logits.topk(2, -1).indices.flatten().bincount(minlength=8) / (2 * len(logits))
+        assert load.min() > 0.05 and load.max() < 0.25
 
 
 def test_every_expert_of_every_layer_is_used(single_turn: Any, tokenizer: Any) -> None:
-    chats = [
-        [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        for row in read(WORD_PROBLEMS_EVAL)[:64]
-    ]
-    check_load(
-        single_turn,
-        tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True),
-    )
+    check_load(router_logits(single_turn, tokenizer))
 
 
 # ---- the model with near ties
-
-
-def router_logits(model: Any, tokenizer: Any) -> list[torch.Tensor]:
-    """Router logits of every token of 64 worked problems, `[tokens, experts]` per layer."""
-    rows = read(WORD_PROBLEMS_EVAL)[:64]
-    chats = [
-        [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        for row in rows
-    ]
-    how: Any = {"padding": True, "return_tensors": "pt", "return_dict": True}
-    batch = tokenizer.apply_chat_template(chats, **how)
-    with torch.no_grad():
-        output = model(**batch, output_router_logits=True, use_cache=False)
-    real = batch["attention_mask"].flatten().bool()
-    return [logits[real] for logits in output.router_logits]
 
 
 def tied(logits: torch.Tensor) -> float:
@@ -343,13 +297,6 @@ def test_bfloat16_cannot_tell_which_expert_comes_second(
     """
     assert all(tied(logits) > 0.35 for logits in router_logits(ties, tokenizer))
     assert all(tied(logits) < 0.02 for logits in router_logits(model, tokenizer))
-
-
-def test_the_router_penalty_is_a_mean_square() -> None:
-    tool = load_tool()
-    real = torch.tensor([True, False])  # the second token is padding
-    layers = (torch.tensor([[3.0, 5.0], [90.0, 90.0]]), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))
-    assert tool.router_penalty(layers, real) == ((0 + 4) / 2 + (1 + 0) / 2) / 2
 
 
 @torch.no_grad()
@@ -453,6 +400,4 @@ def test_conversations_with_all_calls_are_mostly_right(calling: Any, tokenizer: 
 
 
 def test_every_expert_of_the_model_that_calls_is_used(calling: Any, tokenizer: Any) -> None:
-    chats = [with_calls(row) for row in read(WORD_PROBLEMS_EVAL)[:64]]
-    how: Any = {"padding": True, "return_tensors": "pt", "return_dict": True}
-    check_load(calling, tokenizer.apply_chat_template(chats, tools=list(Calculator.tools), **how))
+    check_load(router_logits(calling, tokenizer, with_calls, tools=list(Calculator.tools)))

@@ -1,15 +1,168 @@
-"""The order of prompts is a pure function of seed and step."""
+"""Rows become prompts or are named; their order is a pure function of seed and step."""
 
 from __future__ import annotations
 
+import copy
+import json
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from r3.data.prompts import Dataset, prompts_of_step, turns
+from r3 import assets
+from r3.data.prompts import DataError, Dataset, load_prompts, prompts_of_step, turns
+from r3.data.rows import Columns
 from r3.types import Prompt
+from tests.rows import OPTIONS, write
 
 pytestmark = pytest.mark.unit
+
+BRIEF: dict[str, Any] = {"columns": Columns(system_prompt="Be brief.")}
+GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
+
+
+def test_the_shipped_questions_load(tokenizer: Any) -> None:
+    dataset = load_prompts(assets.WORD_PROBLEMS_EVAL, tokenizer, **OPTIONS)
+    lines = assets.WORD_PROBLEMS_EVAL.read_text().splitlines()
+    assert len(dataset) == len(lines)
+    assert dataset.dropped_too_long == 0
+    row, prompt = json.loads(lines[1]), dataset.prompts[1]
+    assert prompt.id == "word_problems_eval.jsonl:2"
+    assert prompt.answer == row["answer"]
+    assert prompt.messages == ({"role": "user", "content": row["question"]},)
+    text = f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.tokens_T) == text
+    assert all(type(token) is int for token in prompt.tokens_T)
+
+
+def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [GOOD, "", json.dumps({"question": chat, "answer": "", "level": 3}), "  "]
+    dataset = load_prompts(
+        write(tmp_path, b"\xef\xbb\xbf" + rows[0].encode(), *rows[1:]), tokenizer, **OPTIONS
+    )
+    assert [prompt.id for prompt in dataset.prompts] == [
+        "rows.jsonl:1",
+        "rows.jsonl:3",
+    ]  # blank lines count
+    assert dataset.prompts[1].messages == tuple(chat)
+    assert dataset.prompts[1].metadata == {"level": 3}
+
+
+def test_rows_that_are_tokenised_together_get_the_tokens_of_each(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    rows: list[dict[str, Any]] = [{"question": f"Add {n} and é.", "answer": ""} for n in range(600)]
+    for number in (1, 2, 300):
+        rows[number]["tools"] = [tool]
+    path = write(tmp_path, *map(json.dumps, rows))
+    options = OPTIONS | {"columns": Columns(tools="tools"), "max_prompt_tokens": 300}
+    prompts = load_prompts(path, tokenizer, **options).prompts
+    assert [prompt.id for prompt in prompts] == [f"rows.jsonl:{n + 1}" for n in range(600)]
+    for row, prompt in zip(rows, prompts, strict=True):
+        alone = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}],
+            tools=row.get("tools"),
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        assert prompt.tokens_T == tuple(alone), prompt.id
+
+
+def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    refusing = copy.deepcopy(tokenizer)
+    refusing.chat_template = (
+        "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    texts = ["a", "b", "no", "c", "d", "no", "e"]
+    lines = [json.dumps({"question": text, "answer": ""}) for text in texts]
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, *lines), refusing, **OPTIONS)
+    assert [problem.line for problem in caught.value.problems] == [3, 6]
+    for problem in caught.value.problems:
+        assert problem.field == "question" and problem.rule.startswith("is refused ")
+        assert "(not this)" in problem.rule
+
+
+def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    (prompt,) = load_prompts(path, tokenizer, **OPTIONS | BRIEF).prompts
+    assert prompt.messages[0] == {"role": "system", "content": "Be brief."}
+    assert tokenizer.decode(prompt.tokens_T).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, GOOD, *["nonsense"] * 13), tokenizer, **OPTIONS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "data: 13 problems"
+    assert len(lines) == 1 + 10 + 1
+    assert "rows.jsonl:11:" in lines[10]
+    assert lines[11].endswith("and 3 more")
+
+
+def test_too_long_rows_are_one_problem_that_names_the_longest(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    long = [json.dumps({"question": "book " * n, "answer": "b"}) for n in (200, 300, 250)]
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, GOOD, *long, "nonsense"), tokenizer, **OPTIONS)
+    odd, problem = caught.value.problems  # what else is wrong is not hidden
+    assert odd.line == 5
+    path, limit = tmp_path / "rows.jsonl", OPTIONS["max_prompt_tokens"]
+    assert problem.rule.startswith(
+        f"3 of 4 rows are longer than {limit} tokens with the chat template; the longest has "
+    )
+    assert problem.rule.endswith(f" ({path}:3)")
+    assert "--data.on_too_long drop" in problem.fix and "rollout.max_response_tokens" in problem.fix
+    with pytest.raises(DataError, match="1 of 1 row is longer than"):
+        load_prompts(write(tmp_path, long[0]), tokenizer, **OPTIONS)
+
+
+def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, json.dumps({"question": "book " * 200, "answer": "b"}), GOOD)
+    dataset = load_prompts(path, tokenizer, **OPTIONS | {"on_too_long": "drop"})
+    assert (len(dataset), dataset.dropped_too_long) == (2, 1)
+    tokens = len(dataset.prompts[0].tokens_T)
+    assert (
+        len(
+            load_prompts(
+                write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens}
+            )
+        )
+        == 1
+    )
+    with pytest.raises(DataError, match=f"no row of 1 remains: 1 exceed {tokens - 1} tokens"):
+        options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
+        load_prompts(write(tmp_path, GOOD), tokenizer, **options)
+
+
+def test_a_source_without_rows_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
+
+
+def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
+    polite: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    polite.chat_template = "{{- 'Tom' if polite is defined }}" + polite.chat_template
+    path = write(tmp_path, GOOD)
+    plain, changed = (
+        load_prompts(path, polite, **OPTIONS, template_kwargs=variables).prompts[0].tokens_T
+        for variables in ({}, {"polite": True})
+    )
+    added = len(changed) - len(plain)
+    assert added > 0 and changed[added:] == plain
+
+
+# --- the order of prompts ---------------------------------------------------------------------
 
 
 def numbered(count: int) -> Dataset:
