@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from r3 import assets
 from r3.config import from_yaml
 from r3.layers.attention import causal_varlen
-from r3.metrics.glossary import is_wall_clock
+from r3.metrics import is_wall_clock
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, Stash, has_gpu, open_shared, share

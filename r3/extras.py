@@ -207,7 +207,7 @@ def questions(judge: Any, max_model_len: int) -> Any:
     """The questions of self_judge among the turns of a round; None without such a judge."""
     if judge is None:
         return None
-    from r3.judges.questions import Judging
+    from r3.judges.self_judge import Judging
 
     return Judging(judge, max_model_len)
 

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3 import extras
 from r3.algo.advantage import StepRewards
 from r3.backends.cpu.fused_experts import FusedExperts
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.layers.layout import local_tokens
-from r3.metrics.reduce import Mean
+from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.tensors import planned_shards
-from r3.policy import Policy
-from r3.policy import build as build_policy
-from r3.policy.objective import NONE_MADE, Passes, policy_loss
+from r3.policy import NONE_MADE, Passes, Policy, policy_loss
 from r3.rollout.scored import Scored
 from r3.run import checkpoint
 from r3.runtime.device import Device
@@ -46,7 +45,7 @@ def experts_as_on_cuda(kind: str) -> str:
     until the next call.
     """
     used = DeviceExperts if kind == "sorted" else FusedExperts
-    build_policy.FusedExperts = used  # type: ignore[misc,assignment]
+    extras.experts = lambda *, is_cuda: used  # type: ignore[assignment]
     return "fused" if kind == "sorted" else kind
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3.metrics.glossary import is_wall_clock
+from r3.metrics import is_wall_clock
 from r3.runtime.device import has_gpu
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter

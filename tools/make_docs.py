@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installe
 
 from r3.config import SETTINGS, Config, as_typed, help_of  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
+from r3.metrics import GLOSSARY  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
 from r3.metrics.console import LEFT  # noqa: E402
-from r3.metrics.glossary import GLOSSARY  # noqa: E402
 from r3.models.families import FAMILIES, PROOFS  # noqa: E402
 from tests.matrix.results import table_of_results  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402

@@ -16,7 +16,7 @@ import numpy as np
 from r3.algo.packing import MISSING
 from r3.data.conversation import half_character
 from r3.models.shape import ModelShape
-from r3.routing.capture import check_routes
+from r3.routing.ledger import check_routes
 from r3.types import Prompt, Rollout, RouteError
 
 

@@ -34,7 +34,7 @@ def component(
         lacks = "the engine is asked, which only a run has"
         return Component(name=name, function=judge.tokens, pool=pool, judges=True, lacks=lacks)
     if spec == "http":
-        from r3.judges.http import ChatJudge
+        from r3.judges.chat import ChatJudge
 
         pool = new_pool(Threads(), backoff_s=settings.backoff_s, limit=settings.max_connections)
         return Component(name=name, function=ChatJudge(settings).score, pool=pool, judges=True)

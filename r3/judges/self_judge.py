@@ -1,7 +1,7 @@
 """`self_judge`: the policy scores its own responses, with the engine and the weights that sampled.
 
 The scorer's calls become questions. The round in progress samples a reply to each among its own
-turns, greedily (`r3/judges/questions.py`). Tokens sampled for a judgement are never trained on.
+turns, greedily (`Judging`). Tokens sampled for a judgement are never trained on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from r3.config import RewardConfig
 from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
-from r3.judges.judge import filled, parsed, template_of
+from r3.engine import Sampled, Sampling, Turn
+from r3.judges.chat import filled, parsed, template_of
 from r3.rewards import Score
 from r3.types import Prompt
 from r3.user_code.calls import CallError, Failure
@@ -122,3 +123,51 @@ class SelfJudge(Place):
 
     def abandon(self, token: int) -> None:
         raise AssertionError("a question has no time limit and is never abandoned")
+
+
+class Judging:
+    """Passes questions to the engine and replies to the judge, on the leader rank of an engine.
+
+    Its turns have negative keys, so that they meet no key of a conversation.
+    """
+
+    def __init__(self, judge: SelfJudge, max_model_len: int) -> None:
+        """Take the judge of the round's scorer.
+
+        Args:
+            max_model_len: maximum tokens of a question and its reply.
+        """
+        self._judge, self._max_model_len = judge, max_model_len
+
+    def with_questions(self, turns: list[Turn], finished: int) -> tuple[list[Turn], int]:
+        """Add the questions since the last call to the turns that a round returned.
+
+        A question that leaves no room for a reply gets no score.
+        """
+        judge = self._judge
+        sampling = Sampling(temperature=0.0, stop_tokens=judge.renderer.ends)
+        for question in judge.take_questions():
+            tokens_T = question.tokens_T
+            room = self._max_model_len - len(tokens_T)
+            if room < 1:
+                judge.answer(question.number, "", complete=False)
+                continue
+            turns.append(
+                Turn(
+                    key=-1 - question.number,
+                    tokens_T=tokens_T,
+                    first_row=len(tokens_T) - 1,  # its routes are not used
+                    seed=0,
+                    max_tokens=min(room, judge.max_tokens),
+                    sampling=sampling,
+                )
+            )
+        return turns, finished
+
+    def takes(self, sampled: Sampled) -> bool:
+        """Take a reply; return False for a turn of a conversation."""
+        if sampled.key >= 0:
+            return False
+        text = self._judge.renderer.message_text(sampled.tokens_T)
+        self._judge.answer(-1 - sampled.key, text, complete=sampled.finish_reason == "stop")
+        return True

@@ -7,8 +7,9 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-from r3.policy.build import forget_models  # noqa: E402
+from r3.policy.build import forget_models, learning_rate  # noqa: E402
+from r3.policy.memory import chained  # noqa: E402
+from r3.policy.objective import NONE_MADE, Passes, policy_loss  # noqa: E402
 from r3.policy.policy import Policy  # noqa: E402
 from r3.policy.scoring import TokenScores  # noqa: E402
-
-__all__ = ["Policy", "TokenScores", "forget_models"]
+from r3.policy.updates import take_kl_from_reward, train_on  # noqa: E402

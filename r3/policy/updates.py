@@ -17,8 +17,9 @@ from r3.config import AlgoConfig, Config
 from r3.layers.layout import LocalTokens, local_rows
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
-from r3.policy import Policy, TokenScores
 from r3.policy.objective import NONE_MADE, Passes
+from r3.policy.policy import Policy
+from r3.policy.scoring import TokenScores
 from r3.routing.replay import Mode, routing_metrics
 from r3.types import Batch, MicroBatch
 from r3.user_code.algorithm import advantage_of

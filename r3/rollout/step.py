@@ -25,7 +25,7 @@ from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Rewards, gather_rewards, require_groups
 from r3.rollout.task import Task
-from r3.routing.capture import constant_layers
+from r3.routing.ledger import constant_layers
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import say
 from r3.types import Prompt

@@ -10,7 +10,7 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.data.template import Renderer
-from r3.judges.judge import parsed
+from r3.judges.chat import parsed
 from r3.judges.model import Batches, RewardModel
 from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer

@@ -13,9 +13,7 @@ from r3.algo.advantage import StepRewards, dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.layers.layout import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
-from r3.policy import Policy, TokenScores
-from r3.policy.objective import Passes, policy_loss
-from r3.policy.updates import take_kl_from_reward
+from r3.policy import Passes, Policy, TokenScores, policy_loss, take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from r3.config import Config, with_values
-from r3.policy import Policy
-from r3.policy.memory import chained
+from r3.policy import Policy, chained
 from r3.rollout.partial import PartialRollouts, to_files
 from r3.run import checkpoint
 from r3.run.checkpoint import UnsoundError

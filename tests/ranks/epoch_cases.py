@@ -11,8 +11,7 @@ import torch
 from r3.algo.advantage import StepRewards
 from r3.config import Config, with_values
 from r3.layers.layout import LocalTokens
-from r3.policy import Policy
-from r3.policy.updates import train_on
+from r3.policy import Policy, train_on
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh

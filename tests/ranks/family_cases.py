@@ -20,8 +20,7 @@ from r3.layers.attention import packed_params
 from r3.layers.layout import zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
-from r3.policy import Policy
-from r3.policy.memory import chained
+from r3.policy import Policy, chained
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device

@@ -15,8 +15,7 @@ from r3.layers.attention import packed_params
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
-from r3.policy import Policy, memory, scoring
-from r3.policy.memory import chained
+from r3.policy import Policy, chained, memory, scoring
 from r3.policy.scoring import KnownShapes
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load

@@ -17,9 +17,7 @@ from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
 from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.hf_checkpoint import read_small_files
-from r3.policy import Policy
-from r3.policy.build import learning_rate
-from r3.policy.objective import NONE_MADE, policy_loss
+from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device

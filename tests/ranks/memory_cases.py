@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from r3.config import Config
-from r3.policy.updates import train_on
+from r3.policy import train_on
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from tests.policies import (

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from r3.algo.packing import part_of
+from r3.metrics import Mean
 from r3.metrics.mismatch import mismatch
-from r3.metrics.reduce import Mean
-from r3.policy import Policy
-from r3.policy.objective import Passes
-from r3.policy.updates import train_on
+from r3.policy import Passes, Policy, train_on
 from r3.routing.replay import routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh

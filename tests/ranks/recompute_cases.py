@@ -114,7 +114,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
     """Forward all four micro-batches, then backward in this order; None: in one backward pass."""
     from r3.layers.attention import packed_params
     from r3.layers.layout import local_tokens
-    from r3.policy.objective import NONE_MADE, policy_loss
+    from r3.policy import NONE_MADE, policy_loss
 
     for chunk in policy.wrapped:
         chunk.zero_grad_buffer()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3.metrics.reduce import Mean
+from r3.metrics import Mean
 from r3.routing.replay import RouterTap, attach_replay, routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh

@@ -9,8 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from r3.config import Config, with_values
-from r3.metrics.meter import Meter
-from r3.metrics.reduce import Mean
+from r3.metrics import Mean, Meter
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import Policy
 from r3.run.build import Phases, Run

@@ -10,7 +10,7 @@ import torch
 from r3.checks.objective import in_effect
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rows import columns_of
-from r3.metrics.reduce import Mean
+from r3.metrics import Mean
 from r3.objectives.rows import as_rollout
 from r3.policy import Policy
 from r3.policy.weight_slots import split

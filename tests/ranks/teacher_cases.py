@@ -12,9 +12,7 @@ import torch
 
 from r3.config import with_values
 from r3.layers.layout import local_tokens
-from r3.policy import Policy
-from r3.policy.objective import Passes, policy_loss
-from r3.policy.updates import train_on
+from r3.policy import Passes, Policy, policy_loss, train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.sync.rollouts import PackingSpec, distribute

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from r3.metrics.meter import Meter
-from r3.metrics.reduce import Max, Mean, Sum
+from r3.metrics import Max, Mean, Meter, Sum
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis

@@ -24,8 +24,7 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.judges.model import Batches
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
-from r3.policy import Policy, memory, scoring
-from r3.policy.updates import train_on
+from r3.policy import Policy, memory, scoring, train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import (
     Device,

@@ -677,7 +677,7 @@ def test_bounds_of_a_ratio_that_moves_are_nothing_to_warn_of(values: dict[str, A
 
 
 def test_a_warm_up_of_all_updates_ends_at_the_learning_rate() -> None:
-    from r3.policy.build import learning_rate  # imports Megatron-Core
+    from r3.policy import learning_rate  # imports Megatron-Core
 
     for warmup, reaches in ((25, True), (26, False)):
         train = changed({"train.warmup_updates": warmup}).train

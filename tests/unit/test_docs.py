@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from r3.config import SETTINGS
-from r3.metrics.glossary import UnknownMetricError, explain
+from r3.metrics import UnknownMetricError, explain
 from tests.pages import MARKER, ROOT, Block, BlockError, blocks, run
 
 pytestmark = pytest.mark.unit

@@ -27,7 +27,7 @@ from r3.data.prompts import DataError
 from r3.data.rendering import EndlessTemplate, apply_template
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
-from r3.judges.http import ChatJudge
+from r3.judges.chat import ChatJudge
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
 from r3.rollout.task import read_task

@@ -25,6 +25,24 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from r3.metrics import (
+    GLOSSARY,
+    DeadExperts,
+    EffectiveSampleSize,
+    LoadEntropy,
+    LoadMax,
+    LogHistogram,
+    Max,
+    Mean,
+    Meter,
+    Quantile,
+    Sum,
+    UnknownMetricError,
+    UsersMean,
+    explain,
+    headlines,
+    is_wall_clock,
+)
 from r3.metrics.console import (
     COLUMNS,
     Console,
@@ -33,26 +51,6 @@ from r3.metrics.console import (
     notes,
     stage,
     step_line,
-)
-from r3.metrics.glossary import (
-    GLOSSARY,
-    UnknownMetricError,
-    explain,
-    headlines,
-    is_wall_clock,
-)
-from r3.metrics.meter import Meter
-from r3.metrics.reduce import (
-    DeadExperts,
-    EffectiveSampleSize,
-    LoadEntropy,
-    LoadMax,
-    LogHistogram,
-    Max,
-    Mean,
-    Quantile,
-    Sum,
-    UsersMean,
 )
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis

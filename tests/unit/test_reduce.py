@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.metrics.mismatch import mismatch, shadow
-from r3.metrics.reduce import (
+from r3.metrics import (
     LOG10_EDGES,
     DeadExperts,
     EffectiveSampleSize,
@@ -27,6 +26,7 @@ from r3.metrics.reduce import (
     Sum,
     UsersMean,
 )
+from r3.metrics.mismatch import mismatch, shadow
 
 pytestmark = pytest.mark.unit
 

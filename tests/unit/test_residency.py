@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3.metrics.reduce import Max
+from r3.metrics import Max
 from r3.runtime.device import Device
 from r3.sync.residency import Residency, State
 

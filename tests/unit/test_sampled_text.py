@@ -20,7 +20,7 @@ from r3.envs.calculator import Calculator
 from r3.envs.find import ENVIRONMENTS
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
 from r3.judges import verifier as verify
-from r3.judges.judge import parsed
+from r3.judges.chat import parsed
 from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code.calls import CallError

@@ -19,8 +19,7 @@ import pytest
 from r3 import assets
 from r3.checks import problems
 from r3.config import ConfigError, RewardConfig
-from r3.judges.http import retry_after
-from r3.judges.judge import filled, parsed
+from r3.judges.chat import filled, parsed, retry_after
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
 from r3.rollout.task import read_task

@@ -14,7 +14,7 @@ from r3 import assets, checks
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import Sampled, Turn
-from r3.judges.questions import Judging
+from r3.judges.self_judge import Judging
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout.task import read_task

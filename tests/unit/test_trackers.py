@@ -11,7 +11,7 @@ import pytest
 
 from r3.checks import problems
 from r3.config import Config
-from r3.metrics.meter import TrackerError
+from r3.metrics import TrackerError
 from r3.tools.trackers import CLIENTS, Tracker, public_settings
 from tests.tiny import tiny_config
 
