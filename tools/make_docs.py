@@ -20,8 +20,8 @@ from r3.config import SETTINGS, Config, as_typed, help_of  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics import GLOSSARY  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
-from r3.metrics.console import LEFT  # noqa: E402
 from r3.models.families import FAMILIES, PROOFS  # noqa: E402
+from r3.tools.help import COLUMNS_MEAN  # noqa: E402
 from tests.matrix.results import table_of_results  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
@@ -251,11 +251,11 @@ def configuration() -> str:
 def metrics() -> str:
     """Return one table per area of `GLOSSARY`."""
     areas = list(dict.fromkeys([*AREAS, *(key.partition("/")[0] for key in GLOSSARY)]))
+    shown = {each.title: each.keys for each in CONSOLE}
     columns = [
-        (f"`{each.title}`", " or ".join(f"`{key}`" for key in each.keys), each.meaning)
-        for each in CONSOLE
+        (f"`{title}`", " or ".join(f"`{key}`" for key in shown.get(title, ())), meaning)
+        for title, meaning in COLUMNS_MEAN.items()
     ]
-    columns.append((f"`{LEFT[0]}`", "", LEFT[1]))
     heads = ("column", "metric", "meaning")
     parts = [GENERATED, METRICS, f"{CONSOLE_PAGE}\n{table(heads, columns)}\n"]
     for area in areas:

@@ -54,7 +54,6 @@ class Column:
         title: its title; log files use it as a label.
         form: how it is written: of `format`, or a function.
         priority: columns with larger numbers are dropped first where there is no room.
-        meaning: what it is, for --help and the docs.
         instead: metric that it shows in a row without the other.
     """
 
@@ -63,7 +62,6 @@ class Column:
     form: str | Callable[[float], str]
     width: int
     priority: int
-    meaning: str
     instead: str = ""
 
     @property
@@ -85,81 +83,27 @@ _SILENT_AT_0 = (  # 0 in many runs, at every step
 )
 _EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
-    Column("reward/mean", "reward", ".3f", 6, 0, "mean reward of the step's samples"),
-    Column(
-        _EVAL,
-        "eval",
-        ".3f",
-        5,
-        0,
-        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
-        "an evaluation (eval.every)",
-    ),
-    Column(
-        "mismatch/k3_replay",
-        "k3",
-        ".1e",
-        7,
-        1,
-        "mismatch between policy and engine with replayed routes (KL divergence per token): 1e-3 "
-        "or less in bfloat16, 1e-10 or less in float32",
-        instead="mismatch/k3",
-    ),
-    Column(
-        "mismatch/k3_live",
-        "k3 live",
-        ".1e",
-        7,
-        1,
-        "the same tokens, each side with its own routes: what the mismatch is without replay",
-    ),
-    Column("loss/nll", "nll", ".4f", 6, 1, "supervised loss per token"),
-    Column("rollout/response_tokens_mean", "tokens", _short, 6, 2, "sampled tokens per response"),
-    Column(
-        "rollout/truncated_frac",
-        "trunc",
-        ".0%",
-        5,
-        3,
-        "share of responses that were cut at rollout.max_response_tokens; shown above 0",
-    ),
-    Column(
-        "reward/group_zero_std_frac",
-        "flat",
-        ".0%",
-        4,
-        4,
-        "share of groups without signal, such as equal rewards: no gradient; shown above 0",
-    ),
-    Column("policy/entropy", "entropy", ".3f", 7, 5, "entropy of the policy per token, in nats"),
-    Column(
-        "loss/clip_frac",
-        "clip",
-        ".1%",
-        5,
-        7,
-        "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
-    ),
-    Column("loss/kl_ref", "kl", ".1e", 7, 7, "KL divergence to the reference policy"),
-    Column("loss/kl_teacher", "kl T", ".1e", 7, 2, "KL divergence to the teacher"),
-    Column(
-        "optim/grad_norm", "grad", ".2f", 5, 6, "gradient norm before clipping (train.clip_grad)"
-    ),
-    Column(
-        "routing/agreement",
-        "agree",
-        share_text,
-        5,
-        8,
-        "share of tokens and layers where the policy would have chosen the engine's experts",
-    ),
-    Column("perf/tokens_per_s", "tok/s", ".0f", 6, 6, "tokens per second over the step"),
-    Column("time/step_s", "s/step", ".1f", 6, 5, "seconds of the step"),
-    Column("time/generate_s", "gen", "{:.1f}s".format, 6, 9, "seconds of sampling"),
-    Column("time/train_s", "train", "{:.1f}s".format, 6, 9, "seconds of the updates"),
-    Column("time/sync_s", "sync", "{:.1f}s".format, 6, 9, "seconds of the weight sync"),
+    Column("reward/mean", "reward", ".3f", 6, 0),
+    Column(_EVAL, "eval", ".3f", 5, 0),
+    Column("mismatch/k3_replay", "k3", ".1e", 7, 1, instead="mismatch/k3"),
+    Column("mismatch/k3_live", "k3 live", ".1e", 7, 1),
+    Column("loss/nll", "nll", ".4f", 6, 1),
+    Column("rollout/response_tokens_mean", "tokens", _short, 6, 2),
+    Column("rollout/truncated_frac", "trunc", ".0%", 5, 3),
+    Column("reward/group_zero_std_frac", "flat", ".0%", 4, 4),
+    Column("policy/entropy", "entropy", ".3f", 7, 5),
+    Column("loss/clip_frac", "clip", ".1%", 5, 7),
+    Column("loss/kl_ref", "kl", ".1e", 7, 7),
+    Column("loss/kl_teacher", "kl T", ".1e", 7, 2),
+    Column("optim/grad_norm", "grad", ".2f", 5, 6),
+    Column("routing/agreement", "agree", share_text, 5, 8),
+    Column("perf/tokens_per_s", "tok/s", ".0f", 6, 6),
+    Column("time/step_s", "s/step", ".1f", 6, 5),
+    Column("time/generate_s", "gen", "{:.1f}s".format, 6, 9),
+    Column("time/train_s", "train", "{:.1f}s".format, 6, 9),
+    Column("time/sync_s", "sync", "{:.1f}s".format, 6, 9),
 )
-LEFT = ("left", "time to the end of the run, by the last steps")
+"""`r3.tools.help` says what they mean."""
 
 
 def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:

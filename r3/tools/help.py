@@ -14,7 +14,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from r3.config import SETTINGS, Config, help_of, shown
 from r3.configs import PRESETS
-from r3.metrics.console import COLUMNS, LEFT
 from r3.models.families import FAMILIES, PROOFS
 
 USAGE = """\
@@ -39,7 +38,37 @@ _ABOUT = (
 SECTIONS = tuple(each.name for each in fields(Config))
 TOPICS = (*SECTIONS, "columns")
 """Words that --help takes."""
-_COLUMNS = {each.title: each.meaning for each in COLUMNS}
+COLUMNS_MEAN = {
+    "reward": "mean reward of the step's samples",
+    "eval": (
+        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
+        "an evaluation (eval.every)"
+    ),
+    "k3": (
+        "mismatch between policy and engine with replayed routes (KL divergence per token): 1e-3 "
+        "or less in bfloat16, 1e-10 or less in float32"
+    ),
+    "k3 live": (
+        "the same tokens, each side with its own routes: what the mismatch is without replay"
+    ),
+    "nll": "supervised loss per token",
+    "tokens": "sampled tokens per response",
+    "trunc": "share of responses that were cut at rollout.max_response_tokens; shown above 0",
+    "flat": "share of groups without signal, such as equal rewards: no gradient; shown above 0",
+    "entropy": "entropy of the policy per token, in nats",
+    "clip": "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
+    "kl": "KL divergence to the reference policy",
+    "kl T": "KL divergence to the teacher",
+    "grad": "gradient norm before clipping (train.clip_grad)",
+    "agree": "share of tokens and layers where the policy would have chosen the engine's experts",
+    "tok/s": "tokens per second over the step",
+    "s/step": "seconds of the step",
+    "gen": "seconds of sampling",
+    "train": "seconds of the updates",
+    "sync": "seconds of the weight sync",
+    "left": "time to the end of the run, by the last steps",
+}
+"""What the columns of the console mean."""
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 
 
@@ -86,7 +115,7 @@ def width() -> int:
 
 def columns() -> str:
     """What the columns of the console mean."""
-    return "\n".join(["columns of the console", *_list({**_COLUMNS, LEFT[0]: LEFT[1]})])
+    return "\n".join(["columns of the console", *_list(COLUMNS_MEAN)])
 
 
 def print_settings(
