@@ -65,7 +65,7 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
 def cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Experts whose rows the grouped product refuses on CUDA: they must begin at 16 bytes."""
     parallel = config.parallel
-    each = shape.moe_ffn_size // (parallel.etp or parallel.tp)
+    each = shape.moe_ffn_size // parallel.experts_tp
     multiple = 8 if config.model.dtype == "bfloat16" else 4
     if not shape.moe_layers or config.model.experts == "sequential":
         return []

@@ -23,7 +23,7 @@ def check_layout(
     if not all(found.sound(f"parallel.{name}") for name in (*sizes, "etp", "vpp")):
         return
     tp, pp, cp, ep, engine_tp = sizes.values()
-    etp = parallel.etp or tp
+    etp = parallel.experts_tp
 
     def too_few(name: str, product: int, factors: str) -> None:
         rule = f"must divide the number of ranks, which is {world_size}"
@@ -57,7 +57,7 @@ def check_layout(
 def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
     """Every size must divide the part of the model that it shards."""
     parallel = config.parallel
-    etp = parallel.etp or parallel.tp
+    etp = parallel.experts_tp
 
     def divides(name: str, size: int, whole: int, what: str) -> None:
         if found.sound(f"parallel.{name}") and whole % size:

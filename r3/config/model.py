@@ -108,6 +108,22 @@ class ParallelConfig:
     engine_tp: int = setting(1, ge=1)
     """Tensor parallel size of the engine."""
 
+    @property
+    def experts_tp(self) -> int:
+        """Tensor-parallel ranks of experts."""
+        return self.etp or self.tp
+
+    @property
+    def megatron(self) -> dict[str, int]:
+        """The layout of the policy under Megatron's names."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.experts_tp,
+        }
+
     def pieces(self, num_layers: int) -> tuple[range, ...]:
         """Layers of the pp * vpp chunks of the pipeline; chunk i is on stage i % pp.
 
@@ -136,7 +152,7 @@ class ParallelConfig:
     @property
     def smallest_world(self) -> int:
         """Fewest ranks that these sizes fit on."""
-        return max(1, lcm(self.tp * self.cp, (self.etp or self.tp) * self.ep) * self.pp)
+        return max(1, lcm(self.tp * self.cp, self.experts_tp * self.ep) * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> lis
     if "experts" in lora.targets and config.model.experts == "sequential":
         rule = "experts have adapters, which run with all experts of a rank as one tensor"
         found.add("model.experts", rule, "use --model.experts auto")
-    etp = parallel.etp or parallel.tp
+    etp = parallel.experts_tp
     if "experts" in lora.targets and etp not in (1, parallel.tp):
         rule = "experts have adapters, and it is neither 1 nor parallel.tp"
         found.add("parallel.etp", rule, f"use 1 or {parallel.tp}")

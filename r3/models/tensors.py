@@ -260,7 +260,7 @@ def planned_shards(
         item_size: bytes per value of the policy's weights.
     """
     rules = conversion_rules(shape)
-    etp = parallel.etp or parallel.tp
+    etp = parallel.experts_tp
     per_stage = world_size // parallel.pp
     stage, in_stage = divmod(rank, per_stage)
     pieces = parallel.pieces(shape.num_layers)
@@ -444,7 +444,7 @@ def sync_plans(
         readers: ranks.
         item_size: bytes per value of the policy's weights.
     """
-    world_size, etp = len(hosts), parallel.etp or parallel.tp
+    world_size, etp = len(hosts), parallel.experts_tp
     made: dict[tuple[int, ...], list[Shard]] = {}  # data-parallel ranks have the same
     shards = []
     for rank in range(world_size):

@@ -63,7 +63,7 @@ def experts_kind(config: Config, shape: ModelShape) -> str:
     parallel, kind = config.parallel, config.model.experts
     if kind != "auto":
         return kind
-    is_plain = (parallel.etp or parallel.tp) == 1 and not shape.has_biases
+    is_plain = parallel.experts_tp == 1 and not shape.has_biases
     return "fused" if is_plain else "grouped"
 
 

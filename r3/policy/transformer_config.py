@@ -49,6 +49,8 @@ def megatron_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
 def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
     """Precision, parallelism and kernels: what does not depend on the family."""
     parallel, dtype = config.parallel, DTYPES[config.model.dtype]
+    sizes = parallel.megatron
+    has_stages = sizes["pipeline_model_parallel_size"] > 1
     settings: dict[str, Any] = dict(
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -56,7 +58,7 @@ def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
         # Packed micro-batches differ in length; `KnownShapes` has the shapes.
-        variable_seq_lengths=parallel.pp > 1,
+        variable_seq_lengths=has_stages,
         # For dense models too: Megatron's default, allgather, refuses variable lengths.
         moe_token_dispatcher_type="alltoall",
         bias_dropout_fusion=False,
@@ -68,14 +70,11 @@ def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
         use_cpu_initialization=True,
         # Every tensor is loaded from the checkpoint.
         perform_initialization=False,
-        tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.tp > 1,
-        pipeline_model_parallel_size=parallel.pp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
+        **sizes,
+        sequence_parallel=sizes["tensor_model_parallel_size"] > 1,
         **_RECOMPUTE[config.model.recompute],
     )
-    if parallel.pp > 1:
+    if has_stages:
         pieces = [["decoder"] * len(layers) for layers in parallel.pieces(shape.num_layers)]
         pieces[0].insert(0, "embedding")
         pieces[-1].append("loss")
@@ -88,8 +87,6 @@ def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
         # give wrong results without an error. Megatron-LM's command line sets this; the library
         # does not.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    if parallel.etp:
-        settings["expert_tensor_parallel_size"] = parallel.etp
     return settings
 
 

@@ -140,12 +140,8 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
+        **parallel.megatron,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp or None,
         create_gloo_process_groups=False,
     )
     # Megatron's random tracker must exist before layers are built. The seed does not matter,

@@ -78,7 +78,7 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
     """
     parallel = config.parallel
     tp, cp, pp, ep = parallel.tp, parallel.cp, parallel.pp, parallel.ep
-    etp = parallel.etp or tp
+    etp = parallel.experts_tp
     dp, per_stage = world_size // (tp * cp * pp), world_size // pp
     engines = world_size // parallel.engine_tp
     per_rank = shape.num_experts // ep

@@ -72,7 +72,7 @@ def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> 
     moe_share = max(len(stage.intersection(shape.moe_layers)) for stage in stages) / (
         len(shape.moe_layers) or 1
     )
-    shards = (parallel.etp or parallel.tp) * parallel.ep
+    shards = parallel.experts_tp * parallel.ep
     return int(others * share / parallel.tp), int(experts * moe_share / shards)
 
 
@@ -96,7 +96,7 @@ def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int
     for name, size in sizes.items():
         layers.setdefault(name.split(".")[2], {})[name] = size
     parallel = config.parallel
-    shards = (parallel.etp or parallel.tp) * parallel.ep
+    shards = parallel.experts_tp * parallel.ep
     largest = max(
         (
             others // parallel.tp + experts // shards
@@ -125,7 +125,7 @@ def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     )
     parallel = config.parallel
     others, experts = _on_a_rank(config, shape, others, experts)
-    return others * parallel.tp, experts * (parallel.etp or parallel.tp)
+    return others * parallel.tp, experts * parallel.experts_tp
 
 
 def _by_experts(values: Mapping[str, int]) -> tuple[int, int]:
@@ -378,7 +378,7 @@ def framework_bytes(config: Config, world_size: int) -> float:
     data parallel (dense and expert) and engine_tp. Its buffers stay for the whole run.
     """
     parallel = config.parallel
-    experts = (parallel.etp or parallel.tp) * parallel.ep
+    experts = parallel.experts_tp * parallel.ep
     axes = (
         *(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.engine_tp, experts),
         *replicas(config, world_size),
@@ -421,14 +421,14 @@ def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
 
 def _stacked_experts(config: Config, shape: ModelShape) -> float:
     """Values in the larger tensor of a layer's experts on a rank."""
-    shards = (config.parallel.etp or config.parallel.tp) * config.parallel.ep
+    shards = config.parallel.experts_tp * config.parallel.ep
     return 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
 
 
 def replicas(config: Config, world_size: int) -> tuple[int, int]:
     """Ranks with the same dense parameters, and ranks with the same experts."""
     parallel = config.parallel
-    experts = (parallel.etp or parallel.tp) * parallel.ep * parallel.pp
+    experts = parallel.experts_tp * parallel.ep * parallel.pp
     return world_size // (parallel.tp * parallel.pp), max(1, world_size // experts)
 
 
