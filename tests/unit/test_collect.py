@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
-from r3.metrics import _merge
+from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collect import rollout_metrics, without_end
