@@ -233,11 +233,11 @@ def help_texts() -> ModuleType:
     return help
 
 
-def check_teacher(*given: Any) -> None:
-    """Check `algo.teacher` (r3.objectives.check)."""
-    from r3.objectives.check import check_teacher
+def teacher_rules() -> ModuleType:
+    """The checks of `algo.teacher`: r3.objectives.check."""
+    from r3.objectives import check
 
-    check_teacher(*given)
+    return check
 
 
 def own_function(algo: AlgoConfig, role: str) -> Any:

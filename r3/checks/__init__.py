@@ -89,7 +89,7 @@ def examine(
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
     if config.algo.teacher or config.train.objective == "distill":
-        extras.check_teacher(config, found, shape, world_size)
+        extras.teacher_rules().check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
     of_adapter = []
     if config.lora.rank or config.model.base != "dtype":

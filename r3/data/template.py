@@ -20,6 +20,7 @@ from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule, TemplateFault
 from r3.models.families import text_model
 from r3.models.hub import folder_of
+from r3.models.shape import ModelShape
 from r3.runtime.process import importing, is_leader
 from r3.runtime.terminal import say
 from r3.types import Message
@@ -89,6 +90,34 @@ def load_tokenizer(path: str | Path) -> Any:
             error=True,
         )
     return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
+
+
+def tokenizer_of(field: str, path: str) -> Any:
+    """Load the tokenizer of the model that a setting names.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    try:
+        return load_tokenizer(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
+        fix = "copy the tokenizer's files from the original model again, or save a fast tokenizer"
+        raise problem(field, path, rule, fix) from None
+
+
+def tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
+    """Why a tokenizer cannot belong to the model; "" if it can."""
+    # Ids may have gaps, so their number is not enough.
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= shape.vocab_size:
+        return (
+            f"its tokenizer has a token {largest} ({token!r}) and its model {shape.vocab_size} "
+            "tokens (vocab_size)"
+        )
+    if tokenizer.eos_token_id is None:
+        return "its tokenizer names no eos_token, so that no response would end"
+    return ""
 
 
 class Renderer:

@@ -16,7 +16,7 @@ from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
-from r3.data.template import load_tokenizer
+from r3.data.template import tokenizer_fault, tokenizer_of
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
@@ -61,20 +61,6 @@ class Task:
                 each.conversation_setup.environments.close()
 
 
-def _tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
-    """Why a tokenizer cannot belong to the model; "" if it can."""
-    # Ids may have gaps, so their number is not enough.
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    if largest >= shape.vocab_size:
-        return (
-            f"its tokenizer has a token {largest} ({token!r}) and its model {shape.vocab_size} "
-            "tokens (vocab_size)"
-        )
-    if tokenizer.eos_token_id is None:
-        return "its tokenizer names no eos_token, so that no response would end"
-    return ""
-
-
 def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
     """What of the plan exceeds this rank's device, or its machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
@@ -85,36 +71,6 @@ def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
     if size := device_gib():
         found, _ = planner.memory_problems(config, shape, world_size, size)
         problems = found + problems
-    return problems
-
-
-def _read_tokenizer(field: str, path: str) -> Any:
-    try:
-        return load_tokenizer(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
-        fix = "copy the tokenizer's files from the original model again, or save a fast tokenizer"
-        raise problem(field, path, rule, fix) from None
-
-
-def _teacher_problems(config: Config, tokenizer: Any) -> list[Problem]:
-    """Teachers whose tokens are not the policy's: they would score other texts."""
-    problems = []
-    own = tokenizer.get_vocab()
-    for path in dict.fromkeys(config.algo.teacher):
-        theirs = _read_tokenizer("algo.teacher", path)
-        vocabulary = theirs.get_vocab()
-        differing = [token for token, at in own.items() if vocabulary.get(token) != at]
-        rule = _tokenizer_fault(theirs, ModelShape.read(path))
-        if differing:
-            token = differing[0]
-            rule = (
-                f"its tokenizer differs from the policy's in {len(differing)} of {len(own)} tokens,"
-                f" such as {token!r}: {own[token]} here, {vocabulary.get(token, 'none')} there"
-            )
-        if rule:
-            fix = "use a teacher of the same family; a token must be the same text in both"
-            problems.append(Problem("algo.teacher", path, rule, fix))
     return problems
 
 
@@ -155,11 +111,12 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse(_unfit(config, shape, world_size))
-    tokenizer = _read_tokenizer("model.path", config.model.path)
-    if rule := _tokenizer_fault(tokenizer, shape):
+    tokenizer = tokenizer_of("model.path", config.model.path)
+    if rule := tokenizer_fault(tokenizer, shape):
         fix = "copy tokenizer and config.json of one model"
         raise problem("model.path", config.model.path, rule, fix)
-    _refuse(_teacher_problems(config, tokenizer))
+    if config.algo.teacher:
+        _refuse(extras.teacher_rules().token_problems(config, tokenizer))
     template_kwargs = keyword_arguments(config.data.template_kwargs)
     _refuse(_unread(tokenizer, template_kwargs))
     path = config.model.path
