@@ -421,7 +421,7 @@ class EpisodeModel:
         if isinstance(stop, str):
             raise ValueError("stop must be a list of texts, and is one text")
         sampling = replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
-        faults = sampling.faults()
+        faults = sampling_faults(sampling)
         max_tokens = options.get("max_tokens")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             faults.append("max_tokens must be an integer of at least 1")
@@ -448,3 +448,31 @@ def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str,
         return read_message(plain, of_model=True)
     except MessageFault as fault:
         raise ValueError(f"a message {fault}") from None
+
+
+_LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it
+_MOST_STOPS = 64  # vLLM looks for each of them after each token
+
+
+def sampling_faults(how: Sampling) -> list[str]:
+    """Return what the engine would not take. There it would end the run."""
+    temperature, top_p, top_k = how.temperature, how.top_p, how.top_k
+    rules = {
+        "temperature must be a number from 0 to 2": _is_number(temperature)
+        and 0 <= temperature <= 2,
+        "top_p must be a number above 0, at most 1": _is_number(top_p) and 0 < top_p <= 1,
+        f"top_k must be an integer from 0 to {_LARGEST_TOP_K}": type(top_k) is int
+        and 0 <= top_k <= _LARGEST_TOP_K,
+        f"stop must be at most {_MOST_STOPS} texts, none empty or with half of a character": (
+            len(how.stop) <= _MOST_STOPS and all(map(_is_stop, how.stop))
+        ),
+    }
+    return [rule for rule, holds in rules.items() if not holds]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_stop(text: Any) -> bool:
+    return isinstance(text, str) and bool(text) and not half_character(text)

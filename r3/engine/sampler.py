@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from r3.algo.packing import MISSING
-from r3.data.conversation import half_character
 from r3.models.shape import ModelShape
 from r3.routing.ledger import check_routes
 from r3.types import Prompt, Rollout, RouteError
@@ -26,10 +25,6 @@ class Routes(Protocol):
     def take(self, request_id: str) -> np.ndarray: ...
 
     def clear(self) -> None: ...
-
-
-_LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it
-_MOST_STOPS = 64  # vLLM looks for each of them after each token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,29 +44,6 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-
-    def faults(self) -> list[str]:
-        """Return what the engine would not take. There it would end the run."""
-        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
-        rules = {
-            "temperature must be a number from 0 to 2": _is_number(temperature)
-            and 0 <= temperature <= 2,
-            "top_p must be a number above 0, at most 1": _is_number(top_p) and 0 < top_p <= 1,
-            f"top_k must be an integer from 0 to {_LARGEST_TOP_K}": type(top_k) is int
-            and 0 <= top_k <= _LARGEST_TOP_K,
-            f"stop must be at most {_MOST_STOPS} texts, none empty or with half of a character": (
-                len(self.stop) <= _MOST_STOPS and all(map(_is_stop, self.stop))
-            ),
-        }
-        return [rule for rule, holds in rules.items() if not holds]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_stop(text: Any) -> bool:
-    return isinstance(text, str) and bool(text) and not half_character(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from r3.agents.episode import sampling_faults
 from r3.agents.parsers import message_parser
 from r3.config import EnvConfig
 from r3.engine import Sampling
@@ -318,7 +319,7 @@ def test_looking_for_the_final_answer_takes_linear_time(part: str) -> None:
     ],
 )
 def test_what_the_engine_would_not_take_is_named(values: Any, rule: str) -> None:
-    (fault,) = Sampling(**values).faults()
+    (fault,) = sampling_faults(Sampling(**values))
     assert fault.startswith(rule)
 
 
@@ -332,7 +333,7 @@ def test_what_the_engine_would_not_take_is_named(values: Any, rule: str) -> None
 def test_both_ends_of_every_range_are_taken_by_the_engine(values: Any) -> None:
     from vllm.sampling_params import SamplingParams
 
-    assert Sampling(**values).faults() == []
+    assert sampling_faults(Sampling(**values)) == []
     SamplingParams(**{key: list(v) if key == "stop" else v for key, v in values.items()})
 
 
