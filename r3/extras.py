@@ -16,6 +16,7 @@ one when it is needed, and says when that is.
 | `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
+| `tools.library_rows` | `data.path` or `eval.path` hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
 | `lora` | `lora.rank` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
@@ -175,11 +176,11 @@ def teachers(config: Config, device: Any, mesh: Any) -> Any:
     return Teachers(config, device, mesh)
 
 
-def span_finder(renderer: Any) -> Any:
+def span_finder(renderer: Any, source: str) -> Any:
     """Finds the messages that supervised rows teach (`train.objective sft`)."""
-    from r3.objectives.spans import SpanFinder
+    from r3.objectives.spans import span_finder
 
-    return SpanFinder(renderer)
+    return span_finder(renderer, source)
 
 
 def rows_of_step(*given: Any) -> Any:
@@ -294,6 +295,13 @@ def tracker(config: Config, run_id: str) -> Any:
     from r3.tools.trackers import Tracker
 
     return Tracker(config, run_id)
+
+
+def library_rows(*given: Any) -> Any:
+    """The rows that a library reads or makes: r3.tools.library_rows."""
+    from r3.tools.library_rows import rows_of
+
+    return rows_of(*given)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Any:

@@ -101,14 +101,7 @@ def load_prompts(
     """
     sources = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     renderer = Renderer(tokenizer, template_kwargs, control_tokens=allow_control_tokens)
-    finder: Any = None
-    if columns.supervised:
-        try:
-            finder = extras.span_finder(renderer)
-        except TemplateFault as error:
-            rule = f"its chat template hides where an assistant message begins or ends: {error}"
-            fix = "use another chat template"
-            raise DataError([RowProblem(sources[0], 0, "tokenizer", rule, fix)]) from error
+    finder = extras.span_finder(renderer, sources[0]) if columns.supervised else None
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
     sizes: list[int] = []

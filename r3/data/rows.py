@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -141,16 +141,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Faults:
-    """What is wrong with one row."""
-
-    file: str
-    line: int
-    found: list[RowProblem] = field(default_factory=list)
-
-    def add(self, field: str, rule: str, fix: str) -> None:
-        self.found.append(RowProblem(self.file, self.line, field, rule, fix))
+_Faults = list[tuple[str, str, str]]  # field, rule and fix of what is wrong with one row
 
 
 def check_row(
@@ -163,18 +154,19 @@ def check_row(
         content: the bytes of a line of JSON, or an object.
         columns: what is read from it.
     """
-    faults = _Faults(file=file, line=line)
+    faults: _Faults = []
     filled = not isinstance(content, bytes)  # tables have every key in every row
-    row = _object(content, faults)
-    if row is None:
-        return faults.found
+    try:
+        row = _object(content)
+    except SourceError as error:
+        return [RowProblem(file, line, "row", error.rule, error.fix)]
     column, rule = sense_of(row)
     if column:
         fix = "leave these rows out, or the column if the text is complete without it"
-        faults.add(column, rule, fix)
+        faults.append((column, rule, fix))
     messages = _messages(row, columns, faults, filled=filled)
     answers = _accepted(row, columns, faults)
-    if columns.supervised and not faults.found:
+    if columns.supervised and not faults:
         _check_learned(messages, answers, columns, faults)
     if columns.verifiers:
         _check_verifier(row, answers, columns, faults)
@@ -183,9 +175,9 @@ def check_row(
         try:
             tools = read_tools(given, filled=filled)
         except MessageFault as error:
-            faults.add(columns.tools, error.rule, error.fix)
-    if faults.found:
-        return faults.found
+            faults.append((columns.tools, error.rule, error.fix))
+    if faults:
+        return [RowProblem(file, line, *fault) for fault in faults]
     named = (columns.prompt, columns.answer)
     return Row(
         file=file,
@@ -198,32 +190,34 @@ def check_row(
     )
 
 
-def _object(content: Any, faults: _Faults) -> Mapping[str, Any] | None:
-    """Return a row as an object, or None with a fault."""
+def _object(content: Any) -> Mapping[str, Any]:
+    """Return a row as an object.
+
+    Raises:
+        SourceError: it is none.
+    """
+    per_line = "write one JSON object per line"
     try:
         content = read_json(content) if isinstance(content, bytes) else content
         half = half_character(json.dumps(content, ensure_ascii=False, default=str))
+    except SourceError:
+        raise
     except UnicodeDecodeError as error:
-        faults.add("row", f"is not UTF-8 at byte {error.start}", "save the file as UTF-8")
+        rule, fix = f"is not UTF-8 at byte {error.start}", "save the file as UTF-8"
     except json.JSONDecodeError as error:
-        rule = f"is not JSON at column {error.colno} ({error.msg})"
-        faults.add("row", rule, "write one JSON object per line")
+        rule, fix = f"is not JSON at column {error.colno} ({error.msg})", per_line
     except RecursionError:
-        faults.add("row", "is nested too deeply", "flatten the object")
-    except SourceError as error:
-        faults.add("row", error.rule, error.fix)
+        rule, fix = "is nested too deeply", "flatten the object"
     except ValueError as error:  # Python reads integers of at most 4300 digits
-        faults.add("row", f"cannot be read ({error})", "write very long numbers as strings")
+        rule, fix = f"cannot be read ({error})", "write very long numbers as strings"
     else:
+        if isinstance(content, Mapping) and not half:
+            return content
+        rule, fix = f"is {kind_of(content)}, not an object", per_line
         if half:
             rule = f"holds {half!r}, half of a character (a lone UTF-16 surrogate)"
-            faults.add("row", rule, "write the whole character, or leave it out")
-        elif isinstance(content, Mapping):
-            return content
-        else:
-            rule = f"is {kind_of(content)}, not an object"
-            faults.add("row", rule, "write one JSON object per line")
-    return None
+            fix = "write the whole character, or leave it out"
+    raise SourceError(rule, fix)
 
 
 def read_json(content: bytes) -> Any:
@@ -262,12 +256,12 @@ def _messages(
     prompt = _look_up(row, columns.prompt)
     if prompt is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.prompt_key"
-        faults.add(columns.prompt, _missing(row, columns.prompt), another)
+        faults.append((columns.prompt, _missing(row, columns.prompt), another))
         return ()
     try:
         messages = read_messages(prompt, filled=filled)
     except MessageFault as error:
-        faults.add(columns.prompt, error.rule, error.fix)
+        faults.append((columns.prompt, error.rule, error.fix))
         return ()
     if columns.system_prompt and messages[0]["role"] == "system":
         rule = f"begins with a system message while {columns.section}.system_prompt is set"
@@ -275,7 +269,7 @@ def _messages(
         if columns.section == "eval":
             rule = rule.replace("eval.", "eval.system_prompt or data.")
             fix += "; --eval.system_prompt none removes it for a set"
-        faults.add(columns.prompt, rule, fix)
+        faults.append((columns.prompt, rule, fix))
     elif columns.system_prompt:
         messages = ({"role": "system", "content": columns.system_prompt}, *messages)
     last = messages[-1]
@@ -283,11 +277,11 @@ def _messages(
         if not columns.continued:
             rule = "ends with an assistant message, after which the policy would begin another"
             fix = "leave it out, or --data.continue_final_message true continues it"
-            faults.add(columns.prompt, rule, fix)
+            faults.append((columns.prompt, rule, fix))
         elif not last["content"] or last.keys() - {"role", "content"}:
             rule = "ends with an assistant message that is more than a text, or empty"
             fix = "only the content of a message can be continued"
-            faults.add(columns.prompt, rule, fix)
+            faults.append((columns.prompt, rule, fix))
     return messages
 
 
@@ -296,18 +290,18 @@ def _accepted(row: Mapping[str, Any], columns: Columns, faults: _Faults) -> tupl
     answer = _look_up(row, columns.answer) if columns.answer else ""
     if answer is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.answer_key"
-        faults.add(columns.answer, _missing(row, columns.answer), another)
+        faults.append((columns.answer, _missing(row, columns.answer), another))
         return ()
     texts = _answers(answer)
     if isinstance(texts, str):
-        faults.add(columns.answer, texts, _ANSWER_FIX)
+        faults.append((columns.answer, texts, _ANSWER_FIX))
         return ()
     if columns.supervised and len(texts) > 1:
         rule = f"is a list of {len(texts)} answers, and one is learned"
-        faults.add(columns.answer, rule, "give one")
+        faults.append((columns.answer, rule, "give one"))
         return ()
     if rule := _ungraded(texts, {reward: f"the reward {reward}" for reward in columns.graded_by}):
-        faults.add(columns.answer, rule, "correct the row, or use another --reward.function")
+        faults.append((columns.answer, rule, "correct the row, or use another --reward.function"))
     return texts
 
 
@@ -333,14 +327,16 @@ def _check_learned(
 ) -> None:
     """A supervised row has something to learn, and only once."""
     if columns.answer and not answers[0].strip():
-        faults.add(columns.answer, "is empty, so there is nothing to learn", "leave the row out")
+        faults.append(
+            (columns.answer, "is empty, so there is nothing to learn", "leave the row out")
+        )
     elif columns.answer and messages[-1]["role"] == "assistant":
         rule = f"ends with an assistant message, and the column {columns.answer} is another one"
-        faults.add(columns.prompt, rule, "--data.answer_key '' learns the messages alone")
+        faults.append((columns.prompt, rule, "--data.answer_key '' learns the messages alone"))
     elif not columns.answer and not any(map(is_learned, messages)):
         rule = "has no assistant message to learn"
         fix = "add one, or name the column of the answer with --data.answer_key"
-        faults.add(columns.prompt, rule, fix)
+        faults.append((columns.prompt, rule, fix))
 
 
 def _check_verifier(
@@ -351,14 +347,14 @@ def _check_verifier(
     if verifier not in columns.verifiers:
         rule = f"is {verifier!r}; the reward row accepts {', '.join(columns.verifiers)}"
         fix = "name one of them in each row, or add it to --reward.row_functions"
-        faults.add("verifier", rule, fix)
+        faults.append(("verifier", rule, fix))
     elif verifier == "gym" and "gym" not in row:
         rule = "is gym, but the row is not from reasoning-gym"
-        faults.add("verifier", rule, "name gsm8k or exact")
+        faults.append(("verifier", rule, "name gsm8k or exact"))
     elif verifier in GRADERS and (
         rule := _ungraded(answers, {str(verifier): f"the verifier {verifier}"})
     ):
-        faults.add(columns.answer, rule, "correct the row")
+        faults.append((columns.answer, rule, "correct the row"))
 
 
 _LAST_WHOLE = 2**53  # beyond it, not every whole number is a float

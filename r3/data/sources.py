@@ -25,7 +25,6 @@ import glob
 import gzip
 import hashlib
 import io
-import logging
 import lzma
 import os
 import pickle
@@ -41,7 +40,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from r3.config.arguments import argument_value, arguments_fault
+from r3 import extras
 from r3.data.rows import Columns, Row, RowProblem, SourceError, check_row, read_json
 from r3.user_code.loading import path_fix
 
@@ -49,7 +48,8 @@ FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gy
 
 Read = TypeVar("Read")
 ReadsRows = Callable[[str, Columns], tuple[list[Row], list[RowProblem]]]
-_Numbered = Iterator[tuple[int, Any]]  # a line, and an object or the bytes of a line of JSON
+Numbered = Iterator[tuple[int, Any]]
+"""Lines, each with an object or the bytes of a line of JSON."""
 
 _SLICE = re.compile(r"(.+)\[(?:(-?\d+)(%?))?:(?:(-?\d+)(%?))?\]", re.DOTALL)
 _ADDRESS = re.compile(r"(https?|ftp|s3|gs|gcs|az|abfss?|hf|file|wandb)://", re.IGNORECASE)
@@ -129,7 +129,7 @@ def is_near(source: str) -> bool:
     if source.startswith(("hub:", "gym:")):
         return False
     folder, _ = _folder_and_split(_without_slice(source)[0])
-    return folder is None or _is_saved(folder) or not _has_own_configs(folder)
+    return folder is None or is_saved(folder) or not _has_own_configs(folder)
 
 
 def files_of(source: str) -> list[Path]:
@@ -144,7 +144,7 @@ def files_of(source: str) -> list[Path]:
     folder, split = _folder_and_split(source)
     if folder is None:
         return _files_of_glob(source) if _is_glob(source) else [Path(source)]
-    own = _is_saved(folder) or _has_own_configs(folder)
+    own = is_saved(folder) or _has_own_configs(folder)
     return [] if own else _files_of_folder(folder, split)
 
 
@@ -166,12 +166,13 @@ def _numbered(source: str) -> Iterator[tuple[int, str, int, Any]]:
     if (files := files_of(whole)) and files != [Path(whole)]:
         each = _of_files(files)
     else:
-        each = ((whole, *row) for row in (_file(files[0]) if files else _made(whole)))
+        rows = _file(files[0]) if files else extras.library_rows(whole, *_folder_and_split(whole))
+        each = ((whole, *row) for row in rows)
     several = len(files) > 1  # lines are there once per file
-    rows = ((count if several else row[1], *row) for count, row in enumerate(each, 1))
+    numbered = ((count if several else row[1], *row) for count, row in enumerate(each, 1))
     if part is None:
-        return rows
-    every = list(rows)
+        return numbered
+    every = list(numbered)
     first, last = (
         round(int(number) * len(every) / 100) if number and percent else int(number or default)
         for (number, percent), default in zip(part, (0, len(every)), strict=True)
@@ -188,20 +189,6 @@ def _without_slice(source: str) -> tuple[str, tuple[tuple[str, str], tuple[str, 
     return found[1], ((first, first_percent), (last, last_percent))
 
 
-def _made(source: str) -> _Numbered:
-    """Yield the rows of a source that a library reads or makes."""
-    if source.startswith("gym:"):
-        return _gym(source)
-    if source.startswith("hub:"):
-        return _hub(source)
-    folder, split = _folder_and_split(source)
-    assert folder is not None, "a source is a folder, files, or of a library"
-    if _is_saved(folder):
-        return _saved(folder, split)
-    fix = "give its files, or a folder that datasets can load"
-    return _load_dataset(str(folder), None, split or "train", fix)
-
-
 def _of_files(paths: Sequence[Path]) -> Iterator[tuple[str, int, Any]]:
     for path in paths:
         try:
@@ -214,7 +201,7 @@ def _of_files(paths: Sequence[Path]) -> Iterator[tuple[str, int, Any]]:
 # --- one file ---------------------------------------------------------------------------------
 
 
-def _file(path: Path) -> _Numbered:
+def _file(path: Path) -> Numbered:
     """Yield the rows of a file with their lines."""
     kind, compression = _endings(path)
     if _FOREIGN.fullmatch(kind):
@@ -258,7 +245,7 @@ def _endings(path: Path) -> tuple[str, str]:
     return (before, last) if last in _COMPRESSED else (last, "")
 
 
-def _array(content: bytes) -> _Numbered:
+def _array(content: bytes) -> Numbered:
     try:
         return enumerate(read_json(content), 1)
     except SourceError:
@@ -270,7 +257,7 @@ def _array(content: bytes) -> _Numbered:
         raise SourceError(rule, "write one array, or one JSON object per line") from None
 
 
-def _table(content: bytes, delimiter: str) -> _Numbered:
+def _table(content: bytes, delimiter: str) -> Numbered:
     """Rows of a table with a header. Every value is a text."""
     try:
         text = content.decode("utf-8-sig")
@@ -295,12 +282,12 @@ def _table(content: bytes, delimiter: str) -> _Numbered:
 
 
 def _without_zstd(content: bytes) -> bytes:
-    pyarrow = _imported("pyarrow", ".zst files need pyarrow")
+    pyarrow = imported("pyarrow", ".zst files need pyarrow")
     return bytes(pyarrow.input_stream(io.BytesIO(content), compression="zstd").read())
 
 
-def _parquet(path: Path) -> _Numbered:
-    parquet = _imported("pyarrow.parquet", "parquet files need pyarrow")
+def _parquet(path: Path) -> Numbered:
+    parquet = imported("pyarrow.parquet", "parquet files need pyarrow")
     try:
         with parquet.ParquetFile(path) as file:
             batches = file.iter_batches(batch_size=4096)
@@ -377,10 +364,12 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{more}"
 
 
-# --- what a library reads or makes --------------------------------------------------------------
+def imported(name: str, rule: str) -> Any:
+    """Import a module that some sources need.
 
-
-def _imported(name: str, rule: str) -> Any:
+    Raises:
+        SourceError: it is not installed.
+    """
     try:
         return import_module(name)
     except ImportError:
@@ -395,7 +384,8 @@ def _folder_and_split(source: str) -> tuple[Path | None, str]:
     return (Path(folder), split) if colon and os.path.isdir(folder) else (None, "")
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved(folder: Path) -> bool:
+    """Whether `datasets` saved it (save_to_disk)."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -407,80 +397,3 @@ def _has_own_configs(folder: Path) -> bool:
         return False
     front = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
     return front is not None and re.search(r"^configs\s*:", front[1], re.MULTILINE) is not None
-
-
-def _datasets() -> Any:
-    datasets = _imported("datasets", "Hugging Face data sets need the package datasets")
-    # It prints every retry into the progress bar; the error says it once.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return datasets
-
-
-def _saved(folder: Path, split: str) -> _Numbered:
-    datasets = _datasets()
-    try:
-        found = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise SourceError(f"cannot be read by datasets ({error})", "save it again") from error
-    if isinstance(found, datasets.DatasetDict):
-        names = ", ".join(found)
-        if not split and len(found) > 1:
-            raise SourceError(f"has the splits {names}", f"name one: {folder}:{next(iter(found))}")
-        if split and split not in found:
-            raise SourceError(f"has no split {split!r}", f"one of {names}")
-        found = found[split or next(iter(found))]
-    elif split:
-        raise SourceError(f"has no splits, and {split!r} was given", f"give {folder}")
-    return enumerate(found, 1)
-
-
-def _hub(source: str) -> _Numbered:
-    named, *more = source.removeprefix("hub:").split(":")
-    name, at, revision = named.partition("@")
-    if name.count("/") > 1 or not name or len(more) > 2 or not all(more) or (at and not revision):
-        form = "hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT]"
-        raise SourceError("is not a name on the hub", f"write {form}")
-    config = more[0] if len(more) == 2 else None
-    fix = "check the name, and whether the hub can be reached (HF_ENDPOINT, HF_HUB_OFFLINE)"
-    return _load_dataset(name, config, more[-1] if more else "train", fix, revision or None)
-
-
-def _load_dataset(
-    name: str, config: str | None, split: str, fix: str, revision: str | None = None
-) -> _Numbered:
-    datasets = _datasets()
-    # The cache of a folder knows sizes and times of its files, not what they hold.
-    mode = "force_redownload" if os.path.isdir(name) else None
-    try:
-        found = datasets.load_dataset(
-            name, config, split=split, revision=revision, download_mode=mode
-        )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise SourceError(f"cannot be loaded by datasets ({error})", fix) from error
-    return enumerate(found, 1)
-
-
-def _gym(source: str) -> _Numbered:
-    """Rows of `gym:TASK,size=N,...`; values are read as those of arguments are."""
-    reasoning_gym = _imported("reasoning_gym", "procedural tasks need reasoning-gym")
-    task, *settings = source.removeprefix("gym:").split(",")
-    if fault := arguments_fault(settings):
-        item, rule, fix = fault
-        raise SourceError(f"{item!r} {rule}", fix)
-    values: dict[str, Any] = {"size": 1000, "seed": 0}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if not (name and text):
-            raise SourceError(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
-        values[name] = argument_value(text)
-    try:
-        entries = reasoning_gym.create_dataset(task, **values)
-    except (ValueError, TypeError, AssertionError) as error:
-        # An unknown task, an unknown setting, a bad value
-        fix = "see the names in reasoning_gym.factory.DATASETS, and the task's config"
-        raise SourceError(f"is refused by reasoning-gym ({error})", fix) from error
-    # Some tasks have no single answer: their scorer reads the whole entry.
-    for index in range(len(entries)):
-        entry = entries[index]
-        row = {"question": entry["question"], "answer": str(entry["answer"] or "")}
-        yield index + 1, {**row, "gym": task, "entry": dict(entry)}

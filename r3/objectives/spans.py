@@ -15,11 +15,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3.data.conversation import is_learned
+from r3.data.prompts import DataError
 from r3.data.rendering import NotRendered, Rendered, TemplateFault
+from r3.data.rows import RowProblem
 from r3.data.template import Renderer
 from r3.types import Message
 
 _BY_ROW = "leave out what it drops, or write a row per assistant message"
+
+
+def span_finder(renderer: Renderer, source: str) -> SpanFinder:
+    """Return what finds assistant messages in the rows of a source.
+
+    Raises:
+        DataError: the chat template does not show where they begin and end.
+    """
+    try:
+        return SpanFinder(renderer)
+    except TemplateFault as error:
+        rule = f"its chat template hides where an assistant message begins or ends: {error}"
+        fix = "use another chat template"
+        raise DataError([RowProblem(source, 0, "tokenizer", rule, fix)]) from error
 
 
 class SpanFinder:

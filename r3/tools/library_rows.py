@@ -1,0 +1,107 @@
+"""Rows that a library reads or makes: `hub:`, `gym:`, saved data sets, clones of the hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from r3.config.arguments import argument_value, arguments_fault
+from r3.data.rows import SourceError
+from r3.data.sources import Numbered, imported, is_saved
+
+
+def rows_of(source: str, folder: Path | None, split: str) -> Numbered:
+    """Yield the rows of a source.
+
+    Args:
+        folder: where it lies, unless a library gets it elsewhere.
+        split: of the folder.
+
+    Raises:
+        SourceError: the source cannot be read, or its library is not installed.
+    """
+    if folder is None:
+        return _gym(source) if source.startswith("gym:") else _hub(source)
+    if is_saved(folder):
+        return _saved(folder, split)
+    fix = "give its files, or a folder that datasets can load"
+    return _load_dataset(str(folder), None, split or "train", fix)
+
+
+def _datasets() -> Any:
+    datasets = imported("datasets", "Hugging Face data sets need the package datasets")
+    # It prints every retry into the progress bar; the error says it once.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return datasets
+
+
+def _saved(folder: Path, split: str) -> Numbered:
+    datasets = _datasets()
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise SourceError(f"cannot be read by datasets ({error})", "save it again") from error
+    if isinstance(found, datasets.DatasetDict):
+        names = ", ".join(found)
+        if not split and len(found) > 1:
+            raise SourceError(f"has the splits {names}", f"name one: {folder}:{next(iter(found))}")
+        if split and split not in found:
+            raise SourceError(f"has no split {split!r}", f"one of {names}")
+        found = found[split or next(iter(found))]
+    elif split:
+        raise SourceError(f"has no splits, and {split!r} was given", f"give {folder}")
+    return enumerate(found, 1)
+
+
+def _hub(source: str) -> Numbered:
+    named, *more = source.removeprefix("hub:").split(":")
+    name, at, revision = named.partition("@")
+    if name.count("/") > 1 or not name or len(more) > 2 or not all(more) or (at and not revision):
+        form = "hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT]"
+        raise SourceError("is not a name on the hub", f"write {form}")
+    config = more[0] if len(more) == 2 else None
+    fix = "check the name, and whether the hub can be reached (HF_ENDPOINT, HF_HUB_OFFLINE)"
+    return _load_dataset(name, config, more[-1] if more else "train", fix, revision or None)
+
+
+def _load_dataset(
+    name: str, config: str | None, split: str, fix: str, revision: str | None = None
+) -> Numbered:
+    datasets = _datasets()
+    # The cache of a folder knows sizes and times of its files, not what they hold.
+    mode = "force_redownload" if os.path.isdir(name) else None
+    try:
+        found = datasets.load_dataset(
+            name, config, split=split, revision=revision, download_mode=mode
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise SourceError(f"cannot be loaded by datasets ({error})", fix) from error
+    return enumerate(found, 1)
+
+
+def _gym(source: str) -> Numbered:
+    """Rows of `gym:TASK,size=N,...`; values are read as those of arguments are."""
+    reasoning_gym = imported("reasoning_gym", "procedural tasks need reasoning-gym")
+    task, *settings = source.removeprefix("gym:").split(",")
+    if fault := arguments_fault(settings):
+        item, rule, fix = fault
+        raise SourceError(f"{item!r} {rule}", fix)
+    values: dict[str, Any] = {"size": 1000, "seed": 0}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if not (name and text):
+            raise SourceError(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
+        values[name] = argument_value(text)
+    try:
+        entries = reasoning_gym.create_dataset(task, **values)
+    except (ValueError, TypeError, AssertionError) as error:
+        # An unknown task, an unknown setting, a bad value
+        fix = "see the names in reasoning_gym.factory.DATASETS, and the task's config"
+        raise SourceError(f"is refused by reasoning-gym ({error})", fix) from error
+    # Some tasks have no single answer: their scorer reads the whole entry.
+    for index in range(len(entries)):
+        entry = entries[index]
+        row = {"question": entry["question"], "answer": str(entry["answer"] or "")}
+        yield index + 1, {**row, "gym": task, "entry": dict(entry)}
