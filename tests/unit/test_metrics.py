@@ -55,7 +55,7 @@ from r3.metrics.console import (
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
 from r3.tools.help import columns as columns_help
-from r3.tools.tensorboard import Grid, tensorboard_layout
+from r3.tools.tensorboard import LOW, STEPS, Grid, heat_strip, scale_end
 from r3.tools.view.samples import sample_of
 from r3.tools.view.terminal import conversation
 from tests.tiny import tiny_config
@@ -63,57 +63,6 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.unit
 
 ALONE = Axis(name="world", group=None, rank=0, size=1)
-
-# DESIGN 5.3, word for word.
-DESIGN_KEYS = [
-    "reward/mean",
-    "reward/std",
-    "reward/group_zero_std_frac",
-    "eval/SET/accuracy",
-    "eval/SET/pass_at_K",
-    "rollout/response_tokens_mean",
-    "rollout/truncated_frac",
-    "rollout/tokens",
-    "mismatch/k3",
-    "mismatch/f2",
-    "mismatch/abs_mean",
-    "mismatch/abs_p99",
-    "mismatch/abs_max",
-    "mismatch/ess",
-    *(
-        f"mismatch/{name}_{arm}"
-        for name in ("k3", "f2", "abs_p99", "abs_max")
-        for arm in ("replay", "live")
-    ),
-    "mismatch/k3_ratio",
-    "routing/coverage",
-    "routing/agreement",
-    "routing/agreement_layer/LAYER",
-    "routing/agreement_update_K",
-    "routing/margin",
-    "routing/replaced_frac",
-    "routing/rows_captured",
-    "routing/rows_replayed",
-    "routing/rows_live",
-    "loss/total",
-    "loss/clip_frac",
-    "loss/kl_ref",
-    "policy/entropy",
-    "optim/grad_norm",
-    "optim/router_grad_norm",
-    "optim/lr",
-    "time/step_s",
-    "time/sync_s",
-    "time/generate_s",
-    "time/score_s",
-    "time/pack_s",
-    "time/train_s",
-    "perf/tokens_per_s",
-    "perf/sampled_tokens_per_s",
-    "perf/packing_efficiency",
-    "memory/peak_gib",
-    "memory/residue_gib",
-]
 
 
 class Terminal(io.StringIO):
@@ -135,11 +84,6 @@ def meter(
 
 
 # --- glossary ---------------------------------------------------------------------------------
-
-
-def test_every_key_of_the_design_is_explained() -> None:
-    assert set(DESIGN_KEYS) <= set(GLOSSARY)
-    assert all(GLOSSARY.values())
 
 
 @pytest.mark.parametrize(
@@ -193,12 +137,9 @@ def test_a_metric_that_only_users_may_name_is_an_error_from_r3(key: str) -> None
 
 
 def test_wall_clock_keys() -> None:
-    clocked = {key for key in DESIGN_KEYS if is_wall_clock(key)}
-    assert clocked == {
-        key
-        for key in DESIGN_KEYS
-        if key.startswith(("time/", "memory/")) or key.endswith("tokens_per_s")
-    }
+    clocked = {key for key in GLOSSARY if is_wall_clock(key)}
+    assert {"time/step_s", "memory/peak_gib", "perf/sampled_tokens_per_s"} <= clocked
+    assert clocked.isdisjoint({"rollout/tokens", "perf/packing_efficiency", "mismatch/k3"})
     assert not is_wall_clock("eval/heldout/accuracy")
 
 
@@ -344,6 +285,50 @@ def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -
     assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
 
 
+WHITE, RED, GREY = [244, 244, 242], [140, 29, 24], [190, 190, 190]
+
+
+def test_a_cell_shows_the_agreement_of_its_step_and_layer() -> None:
+    history = [(1, {2: 1.0, 10: LOW, 11: LOW}), (2, {2: (1 + LOW) / 2, 11: 1.0})]
+    image, grid = heat_strip(history), Grid(columns=2, rows=3)
+    assert image.shape == (*reversed(grid.size), 3) and image.dtype == "uint8"
+
+    def pixel(column: int, row: int) -> list[int]:
+        x, y = grid.middle(column, row)
+        return image[y, x].tolist()
+
+    assert [pixel(0, row) for row in range(3)] == [WHITE, RED, RED]
+    assert [pixel(1, row) for row in range(3)] == [[192, 136, 133], GREY, WHITE]
+
+
+def test_the_scale_reaches_down_to_the_lowest_agreement() -> None:
+    assert scale_end([0.95, 0.99]) == LOW and scale_end([0.36, float("nan")]) == 0.3
+    image, grid = heat_strip([(1, {0: 0.3, 1: 0.86})]), Grid(columns=1, rows=2)
+    low, middle = ([int(c) for c in image[grid.middle(0, row)[::-1]]] for row in (0, 1))
+    assert (low, middle) == (RED, [223, 201, 198])
+
+
+def test_axes_and_legend_have_ink_and_the_legend_both_ends() -> None:
+    image = heat_strip([(1, {0: 1.0}), (2, {0: 1.0})])  # agreement of 1 alone: no red in the cells
+    width, below = image.shape[1], Grid(columns=2, rows=1).middle(0, 0)[1] + 25
+    assert (image[:, :50] < 100).any(), "labels of the layers"
+    assert (image[below:, : width - 100] < 100).any(), "labels of the steps"
+    legend = image[:, width - 60].tolist()
+    assert RED in legend and WHITE in legend
+
+
+@pytest.mark.parametrize(("steps", "layers"), [(1, 1), (STEPS, 61)])
+def test_few_and_many_cells_fit(steps: int, layers: int) -> None:
+    history = [(step, dict.fromkeys(range(layers), 0.9)) for step in range(steps)]
+    height, width, _ = heat_strip(history).shape
+    assert 150 < height < 450 and 300 < width < 700
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="no step has the agreement"):
+        heat_strip([(1, {})])
+
+
 def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
     """The worst layer, the mean and the sum; layers have no curve of their own."""
     shown = meter(tmp_path, log={"tensorboard": True})
@@ -435,7 +420,7 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
     (event,) = events(tmp_path).Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     tags = [[list(chart.multiline.tag) for chart in page.chart] for page in layout.category]
-    known = [key.replace("SET", "heldout") for key in DESIGN_KEYS]
+    known = [key.replace("SET", "heldout") for key in GLOSSARY]
     # TensorBoard's own rule: re.match, anchored at the beginning only.
     drawn = [
         [[key for key in known if any(re.match(tag, key) for tag in chart)] for chart in page]
@@ -443,7 +428,7 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
     ]
     health, paired = drawn
     assert [set(chart) for chart in health] == [
-        {"reward/mean", "eval/heldout/accuracy"},
+        {"reward/mean", "eval/heldout/accuracy", "eval/heldout/reward"},
         {"mismatch/k3"},
         {"mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"},
         {"routing/agreement", "routing/coverage"},
@@ -468,13 +453,6 @@ def test_the_figure_of_a_graded_evaluation_is_its_mean_reward() -> None:
     assert "  eval 0.437" in step_line(row, 1, 2)
     assert notes(row) == ["a accuracy 0.000", "a reward length 9.000", "b 0.250"]
     assert "  eval 0.250" in step_line({"eval/b/accuracy": 0.25}, 1, 2)
-
-
-def test_the_layout_draws_known_metrics_only() -> None:
-    for charts in tensorboard_layout(["heldout"]).values():
-        for _, tags in charts.values():
-            for tag in tags:
-                explain(re.sub(r"\\(.)", r"\1", tag[1:-1]))
 
 
 # --- console ----------------------------------------------------------------------------------
