@@ -23,13 +23,8 @@ from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import Slot, load, slots
-from r3.routing.replay import (
-    Replay,
-    ReplayLedger,
-    attach_replay,
-    load_metrics,
-    routing_metrics,
-)
+from r3.routing.ledger import ReplayLedger, load_metrics, routing_metrics
+from r3.routing.replay import Replay, attach_replay
 from r3.runtime.device import Device, SharedTensor, share, to_host
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh

@@ -18,7 +18,8 @@ from r3.algo.packing import filler_micro_batch
 from r3.layers.attention import packed_params
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
-from r3.routing.replay import Mode, Replay, ReplayLedger
+from r3.routing.ledger import ReplayLedger
+from r3.routing.replay import Mode, Replay
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.types import MicroBatch

@@ -20,7 +20,8 @@ from r3.metrics.reduce import Mean
 from r3.policy.objective import NONE_MADE, Passes
 from r3.policy.policy import Policy
 from r3.policy.scoring import TokenScores
-from r3.routing.replay import Mode, routing_metrics
+from r3.routing.ledger import routing_metrics
+from r3.routing.replay import Mode
 from r3.types import Batch, MicroBatch
 from r3.user_code.algorithm import advantage_of
 

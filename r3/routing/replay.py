@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_attr_wrapped_model
 
-from r3.metrics.reduce import DeadExperts, LoadEntropy, LoadMax, Mean, Partial
+from r3.routing.ledger import ReplayLedger
 from r3.runtime.mesh import Axis
 
 Mode = Literal["live", "replay", "record"]
@@ -234,71 +234,6 @@ def _counts(
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
     return scores / scores.sum(-1, keepdim=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayLedger:
-    """What the routers of this rank did in one schedule.
-
-    Attributes:
-        layers: global numbers of this rank's MoE layers: L below.
-        rows: captured rows that were compared, per layer.
-        counts: float64 [L, 5] on the device; None if nothing was replayed. Per layer, over captured
-            rows: rows whose live top-k equals the replayed set; the sum of margins (weakest live
-            score minus weakest replayed score, in the units the router chooses by); slots that the
-            plausibility filter gave to another expert; sums of the entropy of the live router's
-            distribution, and of the gap between the weakest live expert and the best other one.
-        loads: choices per expert over captured rows, int64 [L, E] on the device.
-        consumed: (token, layer) slots that were replayed, routed live and filled, int64 [3] on the
-            device. Recomputations are not counted again. None if nothing was replayed.
-        topk: slots per row.
-        filtered: whether there was a plausibility filter.
-        recorded: routes per micro-batch, int16 [N, L, K] (mode "record").
-    """
-
-    layers: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
-    counts: torch.Tensor | None = None
-    loads: torch.Tensor | None = None
-    consumed: torch.Tensor | None = None
-    topk: int = 0
-    filtered: bool = False
-    recorded: tuple[torch.Tensor, ...] = ()
-
-
-def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
-    """Return agreement of live and replayed routes, in all and per layer, in one transfer."""
-    if ledger.counts is None:
-        return {}
-    table = ledger.counts.tolist()
-    agreed, margin, replaced, entropy, gap = (sum(column) for column in zip(*table, strict=True))
-    rows = sum(ledger.rows)
-    metrics: dict[str, Partial] = {
-        "routing/agreement": Mean(agreed, rows),
-        "routing/margin": Mean(margin, rows - agreed),
-        "routing/router_entropy": Mean(entropy, rows),
-        "routing/router_gap": Mean(gap, rows),
-    }
-    if ledger.filtered:
-        metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
-    for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, table, strict=True):
-        metrics[f"routing/agreement_layer/{layer}"] = Mean(same, compared)
-    return metrics
-
-
-def load_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
-    """Return the load of the experts per layer, in one transfer."""
-    if ledger.loads is None:
-        return {}
-    metrics: dict[str, Partial] = {}
-    for layer, load_E in zip(ledger.layers, ledger.loads.cpu().numpy(), strict=True):
-        # Each pair shares one array, which pickle sends once.
-        metrics |= {
-            f"routing/load_max_layer/{layer}": LoadMax(load_E),
-            f"routing/load_entropy_layer/{layer}": LoadEntropy(load_E),
-            f"routing/load_dead_layer/{layer}": DeadExperts(load_E),
-        }
-    return metrics
 
 
 @dataclass

@@ -13,7 +13,7 @@ from r3.algo.packing import part_of
 from r3.metrics import Mean
 from r3.metrics.mismatch import mismatch
 from r3.policy import Passes, Policy, train_on
-from r3.routing.replay import routing_metrics
+from r3.routing.ledger import routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
