@@ -98,6 +98,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "output": ("vllm.outputs.RequestOutput",),
         "completion": ("vllm.outputs.CompletionOutput",),
     },
+    "r3/backends/cpu/engine.py": _LLM,
     "r3/backends/cpu/route_slots.py": _LLM
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),

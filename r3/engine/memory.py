@@ -2,22 +2,19 @@
 
 On CUDA this is vLLM's own sleep mode: level 1 keeps weights on the host, level 2 drops them, and
 the next sync brings all of them. vLLM has no sleep mode on CPU. There its scheduler is paused the
-same way, and the pages of the KV cache go back to the system. When the engine wakes, the cache is
-all zeros at the same addresses, and takes memory only where it is written. A cache whose pages
-stay (`discard`) has its storage shrunk to nothing and grown again in place. CPU weights stay where
-they are.
+same way, and the KV cache is freed (`r3.backends.cpu.engine.KVCache`). CPU weights stay where they
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from r3 import extras
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.runtime.device import GIB, Device, discard
+from r3.runtime.device import GIB, Device
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -83,7 +80,7 @@ class Sleeper:
     def __init__(self, llm: LLM, device: Device, share: float) -> None:
         self._llm = llm
         self._device, self._share = device, share
-        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self._cache = None if device.is_cuda else extras.engine_on_cpu().KVCache(llm)
 
     def sleep(self, level: int) -> None:
         """Pause the scheduler, drop cached prefixes and free memory."""
@@ -94,35 +91,19 @@ class Sleeper:
             self._llm.llm_engine.step()
         with neighbours_named(self._device, self._share):
             self._llm.sleep(level=level)
-        if not self._device.is_cuda:
-            kept = [storage for storage in self._kv_storages() if not discard(storage)]
-            self._freed = [(storage, storage.nbytes()) for storage in kept]
-            for storage, _ in self._freed:
-                storage.resize_(0)
+        if self._cache:
+            self._cache.free()
 
     def wake(self, part: Part) -> None:
         """Restore the memory of a part. Its contents are lost: weights must be loaded again."""
-        if self._device.is_cuda:
+        if self._cache is None:
             # Waking needs memory that is free on the device; memory that torch caches is not.
             self._device.release_memory()
-        if part == "kv_cache" and not self._device.is_cuda:
-            for storage, size in self._freed:
-                storage.resize_(size)
-                # Attention multiplies masked slots by zero, and uninitialised memory may hold NaN.
-                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()
-            self._freed = []
+        elif part == "kv_cache":
+            self._cache.restore()
         self._llm.wake_up(tags=[part])
 
     def fill(self) -> None:
         """Write all of the awake KV cache, so that it takes the memory that it can take on CPU."""
-        for storage in self._kv_storages() if not self._device.is_cuda else ():
-            torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0)
-
-    def _kv_storages(self) -> list[torch.UntypedStorage]:
-        executor: Any = self._llm.llm_engine.model_executor
-        storages: dict[int, torch.UntypedStorage] = {}
-        for cache in executor.driver_worker.worker.model_runner.kv_caches:
-            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage
-        return list(storages.values())
+        if self._cache:
+            self._cache.fill()

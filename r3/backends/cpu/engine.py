@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.runtime.device import discard
 from r3.runtime.process import importing
 
 if TYPE_CHECKING:
+    from vllm import LLM
+
     from r3.config import Config
     from r3.models.shape import ModelShape
 
@@ -136,6 +139,48 @@ def _own_shared_memory() -> str:
 
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
     return prefix
+
+
+class KVCache:
+    """The cache of an engine that sleeps and wakes.
+
+    Asleep, its pages go back to the system. When the engine wakes, the cache is all zeros at the
+    same addresses, and takes memory only where it is written. A cache whose pages stay (`discard`)
+    has its storage shrunk to nothing and grown again in place.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+
+    def free(self) -> None:
+        """Free its memory."""
+        kept = [storage for storage in self._storages() if not discard(storage)]
+        self._freed = [(storage, storage.nbytes()) for storage in kept]
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Make it usable again."""
+        for storage, size in self._freed:
+            storage.resize_(size)
+            # Attention multiplies masked slots by zero, and uninitialised memory may hold NaN.
+            torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()
+        self._freed = []
+
+    def fill(self) -> None:
+        """Write all of it."""
+        for storage in self._storages():
+            torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        executor: Any = self._llm.llm_engine.model_executor
+        storages: dict[int, torch.UntypedStorage] = {}
+        for layer in executor.driver_worker.worker.model_runner.kv_caches:
+            for tensor in layer if isinstance(layer, (list, tuple)) else [layer]:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage
+        return list(storages.values())
 
 
 def replace_layers(modules: Sequence[Any]) -> None:
