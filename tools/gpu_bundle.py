@@ -33,8 +33,8 @@ opentelemetry-exporter-otlp-proto-http opentelemetry-proto opentelemetry-sdk
 opentelemetry-semantic-conventions opentelemetry-semantic-conventions-ai outlines-core
 partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry pydantic pydantic-core
 pydantic-extra-types pydantic-settings pyjwt python-dotenv python-json-logger python-multipart pyzmq
-referencing rich-toolkit rpds-py setproctitle sniffio sse-starlette starlette truststore typeguard
-typing-inspection tyro uvicorn watchfiles websockets xgrammar
+referencing rich-toolkit rpds-py setproctitle sniffio sse-starlette starlette truststore
+typing-inspection uvicorn watchfiles websockets xgrammar
 """
 """Of the lock: what a machine with torch, transformers and the usual tools does not have."""
 NOT_LOCKED = ("nvtx==0.2.17",)  # vLLM's CUDA build imports it

@@ -40,8 +40,8 @@ resolved configuration without running anything:
 .venv/bin/python train.py tiny --dry-run --train.lr 1e-4 --rollout.group_size 16
 ```
 
-`train.py PRESET --help` prints this page with the preset's defaults. The defaults below are those
-of an empty preset.
+`train.py PRESET --help all` prints this page with the preset's defaults. The defaults below are
+those of an empty preset.
 
 - A **list** takes one value or several: `--eval.path a.jsonl b.jsonl`. `''` is an empty list.
 - A **true or false** setting can stand alone: `--eval.only` means `--eval.only true`.

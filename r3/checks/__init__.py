@@ -19,18 +19,20 @@ from r3 import extras
 from r3.checks.data import check_best, check_data, check_evaluation, overlap
 from r3.checks.findings import Findings
 from r3.checks.functions import (
+    algorithm_notes,
     check_algorithm,
     check_environment,
     check_rewards,
     load_files,
 )
-from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_batch, check_layout, check_lengths
 from r3.checks.model import (
     check_freeze,
     check_model,
 )
+from r3.checks.objective import check_objective
 from r3.config import SETTINGS, Config, Problem, key_problems
+from r3.config.effect import Around, doubtful, without_effect
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
 from r3.runtime.kernel_switch import switch_notes, switch_problems
@@ -85,6 +87,7 @@ def examine(
             found.problems.append(problem)
     found.problems += switch_problems() + key_problems(found.values)
     check_batch(config, found, world_size)
+    check_objective(config, found)
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
@@ -103,9 +106,15 @@ def examine(
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
-    notes = switch_notes() + ignored_settings(config, shape, given) + overlap(training, heldout)
+    around = Around(
+        is_dense=shape is not None and not shape.moe_layers,
+        has_exact_router=shape is not None and shape.engine_router_fp32,
+    )
+    notes = switch_notes() + without_effect(config, given, around) + doubtful(config, around)
+    notes += [] if config.eval.only else algorithm_notes(config)
+    notes += overlap(training, heldout)
     notes += of_adapter
-    return Report(tuple(found.problems), tuple(notes), shape, read)
+    return Report(tuple(found.problems), tuple(dict.fromkeys(notes)), shape, read)
 
 
 def _is_installed(package: str) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import (
+    OF_OBJECTIVE,
     Config,
     ConfigError,
     Problem,
@@ -86,16 +87,13 @@ class Base:
             if value != before[name] and name != "log.dir"
         }
 
-    def describe(self, config: Config, reasons: Mapping[str, str]) -> list[str]:
-        """The root and the differences from it, one line each.
-
-        Args:
-            config: the settings of the run.
-            reasons: why a setting changed that nobody gave, by its name.
-        """
+    def describe(self, config: Config) -> list[str]:
+        """The root and the differences of a run's settings from it, one line each."""
         root = self.root or "defaults"
         name = root if self.name == root else f"{self.name}, from {root}"
         differences = self.differences(config)
+        objective = config.train.objective
+        brought = {*OF_OBJECTIVE[objective]} - {*self.values}
         count = {0: "no differences", 1: "1 difference"}.get(
             len(differences), f"{len(differences)} differences"
         )
@@ -103,7 +101,7 @@ class Base:
             f"{name} with {count}",
             *(
                 f"  {setting} = {shown(value)} ({root}: {shown(before)})"
-                f"{f', {reasons[setting]}' if setting in reasons else ''}"
+                f"{f', for train.objective {objective}' if setting in brought else ''}"
                 for setting, (value, before) in differences.items()
             ),
         ]

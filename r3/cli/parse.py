@@ -1,8 +1,10 @@
 """The command line: `train.py BASE [--section.field value ...]`, `--from RUN_DIR`, `--dry-run`.
 
-tyro finds the flags and their words. Values are read as in YAML (`r3.config.read_values`), so that
-everything wrong, from a misspelt flag to a bad row of the data, is reported at once, before
-anything is written. Imports neither torch nor vllm nor megatron.
+Flags and their words are found here, since a parser that reads values stops at the first wrong one.
+Values are read as in YAML (`r3.config.read_values`), so that everything wrong, from a misspelt flag
+to a bad row of the data, is reported at once, before anything is written. Nothing gives way to
+anything: settings that contradict each other are an error. Imports neither torch nor vllm nor
+megatron.
 """
 
 from __future__ import annotations
@@ -17,27 +19,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
-
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from typing import Any, NoReturn
 
 from r3 import extras
 from r3.checks import Report, examine, load_files
-from r3.checks.objective import in_effect
 from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
 from r3.config import (
     HIDDEN,
+    OF_OBJECTIVE,
     SETTINGS,
     Config,
     ConfigError,
     Problem,
     as_typed,
-    fixed_changes,
+    changes_of_run,
     flatten,
-    from_yaml,
     nearest_settings,
     other_run,
     read_values,
@@ -60,8 +58,6 @@ _OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 _MODELS = ("model.path", "algo.teacher", "reward.model_path")
 _LOADED_BY_CHECK = ("reward.model_path",)
-# Settings of a preset that go back to their default when a flag contradicts them.
-_MAY_GIVE_WAY = ("parallel.", "algo.", "env.", "replay.", "eval.", "data.weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,36 +83,13 @@ class Invocation:
     read: ReadsRows | None = None
 
 
-class _Given(tuple[str, ...]):
-    """The words behind a flag, as tyro hands them over."""
-
-
-@dataclass(frozen=True)
-class _CommandLine:
-    """What tyro reads: the flags of train.py, then those of every setting."""
-
-    run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
-    world_size: str = ""
-    device_gib: str = ""
-    host_gib: str = ""
-    plan_for: str = ""
-    dry_run: str = ""
-    check: str = ""
-    help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
-    models: str = ""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
 @dataclass(kw_only=True)
 class _Words:
     """The command line taken apart. Values are words, of whatever type."""
 
     bases: list[str] = field(default_factory=list)
     own: dict[str, str] = field(default_factory=dict)  # flags of train.py itself, with one word
-    dry_run: bool = False
-    check: bool = False
-    help: bool = False
-    models: bool = False
+    switches: set[str] = field(default_factory=set)
     topics: list[str] = field(default_factory=list)
     flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -130,20 +103,22 @@ def parse(argv: Sequence[str]) -> Invocation:
     """
     problems: list[Problem] = []
     words = _split(argv, problems)
+    dry_run, check = (name in words.switches for name in ("dry_run", "check"))
+    asks_help = "help" in words.switches
     has_base = bool(words.bases) or "from" in words.own
     if "columns" in words.topics:
         _leave(0, extras.help_texts().columns())
-    if not argv or (words.help and not has_base and not words.topics):
-        _leave(0 if words.help else 2, extras.help_texts().overview())
-    if words.models:
+    if not argv or (asks_help and not has_base and not words.topics):
+        _leave(0 if asks_help else 2, extras.help_texts().overview())
+    if "models" in words.switches:
         _leave(0, extras.help_texts().models())
     base = _base(words, problems) if has_base or not words.topics else None
-    if words.help and problems:
+    if asks_help and problems:
         fix = f"a preset or file, then sections: {', '.join(extras.help_texts().TOPICS)}"
         _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
-    if words.help:
+    if asks_help:
         name, config = (base.name, base.config) if base else ("", Config())
-        extras.help_texts().print_settings(name, config, words.topics, prints=is_leader())
+        _leave(0, extras.help_texts().settings(name, config, words.topics))
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
@@ -154,20 +129,18 @@ def parse(argv: Sequence[str]) -> Invocation:
     if "plan_for" in words.own:
         _plan_for(words, config, base, problems)
 
-    fetched = () if words.dry_run else _LOADED_BY_CHECK if words.check else _MODELS
+    fetched = () if dry_run else _LOADED_BY_CHECK if check else _MODELS
     # Before torch is imported, by a file of the user's or by the run, which may end in a crash.
-    limits = [] if words.dry_run else [Problem(*each) for each in too_small()]
-    loads = not (words.dry_run or limits)
-    config, reasons, report = _examine(
-        config, base, words.flags, world_size, problems, fetched=fetched, loads=loads
-    )
+    limits = [] if dry_run else [Problem(*each) for each in too_small()]
+    loads = not (dry_run or limits)
+    report = _examine(config, base, words.flags, world_size, problems, fetched=fetched, loads=loads)
     problems += limits
-    if not words.dry_run:
-        for each in filter(_is_download, problems if words.check else ()):
+    if not dry_run:
+        for each in filter(_is_download, problems if check else ()):
             _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
         problems = [each for each in problems if not _is_download(each)]
-    is_launched = words.check and "R3_RESUME" in os.environ  # the run that follows says the notes
-    plans = words.dry_run or (words.check and not is_launched)
+    is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
+    plans = dry_run or (check and not is_launched)
     config, note = _placed(
         config,
         problems,
@@ -185,31 +158,34 @@ def parse(argv: Sequence[str]) -> Invocation:
         if host_gib:
             found = extras.planner().host_problems(config, report.shape, world_size, host_gib)
             unfit, doubts = unfit + found[0], doubts + found[1]
-        problems += unfit if not words.dry_run else []
-    needs = _needs(base, problems) if words.dry_run else []
+        problems += unfit if not dry_run else []
+    needs = _needs(base, problems) if dry_run else []
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
-    differences = base.describe(config, reasons)
+    differences = base.describe(config)
     warnings = [*base.notes, *words.warnings, *report.warnings]
-    if words.dry_run:
+    if dry_run:
         title = f"{base.name}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        dry_run = extras.dry_run()
-        text = [title, dry_run.describe(config, report.shape, world_size, device_gib, differences)]
+        report_of = extras.dry_run()
+        text = [
+            title,
+            report_of.describe(config, report.shape, world_size, device_gib, differences),
+        ]
         text += [f"warning: {warning}" for warning in warnings]
         text += [note] * bool(note)
         if needs:
             header = "needs (not here yet; files in configs/ say where to get what a preset names)"
-            text.append(dry_run.section(header, "\n".join(f"- {need}" for need in needs)))
+            text.append(report_of.section(header, "\n".join(f"- {need}" for need in needs)))
         _leave(0, "\n\n".join(text))
     # The run that follows a check prints the warnings, all but those about --device-gib.
-    for warning in doubts if words.check else warnings:
+    for warning in doubts if check else warnings:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)
-    found = _invocation(base, config, differences, world_size, check=words.check)
+    found = _invocation(base, config, differences, world_size, check=check)
     return replace(found, read=report.read)
 
 
@@ -220,7 +196,7 @@ def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
         problems: gets everything that is wrong with the words.
     """
     words = _split(argv, problems)
-    others = [*words.own, *(name for name in _SWITCHES if getattr(words, name))]
+    others = [*words.own, *sorted(words.switches)]
     problems += [
         Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
     ]
@@ -265,9 +241,7 @@ def from_python(
     notes = list(base.notes)
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
-    config, reasons, report = _examine(
-        config, base, values, world_size, problems, fetched=_MODELS, loads=True
-    )
+    report = _examine(config, base, values, world_size, problems, fetched=_MODELS, loads=True)
     config, note = _placed(
         config,
         problems,
@@ -280,7 +254,7 @@ def from_python(
         _say(note)
     for warning in (*notes, *report.warnings):
         _say(f"warning: {warning}", error=True)
-    return _invocation(base, config, base.describe(config, reasons), world_size)
+    return _invocation(base, config, base.describe(config), world_size)
 
 
 def _invocation(
@@ -297,9 +271,14 @@ def _invocation(
 
 
 def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
-    """The settings of a base with other values, and with a folder of the run."""
+    """The settings of a base with other values, with those that the objective brings, and with a
+    folder of the run.
+    """
     start = base.config if base else Config()
     config = with_values(start, replacing(start, values))
+    given = {*values, *(base.values if base else ())}
+    brought = OF_OBJECTIVE[config.train.objective].items()
+    config = with_values(config, {name: value for name, value in brought if name not in given})
     if base and not config.log.dir:
         folder = start.log.dir or os.environ.get("R3_LOG_DIR") or base.log_dir
         config = with_values(config, {"log.dir": folder})
@@ -320,25 +299,39 @@ def _examine(
     *,
     fetched: Collection[str] = (),
     loads: bool,
-) -> tuple[Config, dict[str, str], Report]:
-    """Resolve contradictions of the base, and add all that is wrong to `problems`.
+) -> Report:
+    """Add all that is wrong to `problems`, with the flag that ends a contradiction of the base.
 
     Args:
         names: the settings that the user gave in addition to the base.
         fetched: settings whose models of the hub are downloaded if nothing else is wrong.
         loads: whether users' files are loaded.
     """
-    asked, given = config, {*names, *base.values}
-    config, reasons, report = _resolve(config, base, given, world_size)
+    given = {*names, *base.values}
+    is_other = config.eval.only and not base.config.eval.only
+    warned = set(given) - set(base.values) if is_other else given
+    read = functools.cache(read_rows)  # data files may be large
+
+    def report_on(candidate: Config) -> Report:
+        return examine(candidate, world_size, _known_shape(config), given=warned, read=read)
+
+    report = report_on(config)
     found = list(report.problems)
     if loads:
         report = replace(report, warnings=(*report.warnings, *load_files(config, found)))
     at_fault = {problem.field for problem in problems}  # these fields still have the base's value
-    problems += [
-        replace(problem, origin="" if problem.field in given else base.root)
-        for problem in found
-        if problem.field not in at_fault
-    ]
+    for problem in found:
+        name, setting = problem.field, SETTINGS.get(problem.field)
+        if name in at_fault:
+            continue
+        if name not in given:
+            problem = replace(problem, origin=base.root)
+        if name not in given and setting and flatten(config)[name] != setting.default:
+            flag = f"--{name} {as_typed(setting.default) or repr('')}"
+            after = report_on(with_values(config, {name: setting.default})).problems
+            if flag not in problem.fix and name not in {each.field for each in after}:
+                problem = replace(problem, fix=f"{problem.fix}; or add {flag}")
+        problems.append(problem)
     fix = "give it again; what your code reads from the environment needs no setting"
     problems += [
         Problem(name, value, f"has {HIDDEN}, which earlier versions wrote in place of a key", fix)
@@ -348,8 +341,14 @@ def _examine(
     absent = [each for each in problems if _is_download(each) and each.field in fetched]
     if absent and all(map(_is_download, problems)):
         problems[:] = _downloaded(absent)
-        return _examine(asked, base, names, world_size, problems, loads=loads)
-    return config, reasons, report
+        return _examine(config, base, names, world_size, problems, loads=loads)
+    return report
+
+
+def _known_shape(config: Config) -> ModelShape | None:
+    """The shape of a model that a preset names, which need not be here for a plan."""
+    known = KNOWN_SHAPES.get(config.model.path)
+    return ModelShape.from_hf(known) if known else None
 
 
 def _is_download(problem: Problem) -> bool:
@@ -367,46 +366,43 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
-    """The words of every flag, found by tyro. Every flag takes any number of them here.
-
-    tyro stops at the first value it cannot read. Here it reads none: values are checked together,
-    afterwards, so that all mistakes are reported at once.
-    """
-    found, others = tyro.cli(
-        _CommandLine,
-        args=list(argv),
-        return_unknown_args=True,
-        add_help=False,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_any_words(),
-        console_outputs=is_leader(),
-    )
-    words = _Words(bases=_unknown(others, problems))
-    own = {name: getattr(found, name) for name in (*_SWITCHES, *_OF_ONE_WORD[1:])}
-    for name, values in {"from": found.run_dir, **own, **flatten(found.settings)}.items():
-        if not isinstance(values, _Given):
+    """The words of every flag: all up to the next one. A value behind `=` may begin with a dash."""
+    words = _Words()
+    times: Counter[str] = Counter()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            words.bases.append(word)
             continue
+        flag, equals, value = word.partition("=")
+        given = [value] if equals else []
+        while rest and not _is_flag(rest[0]):
+            given.append(rest.pop(0))
+        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
         setting = SETTINGS.get(name)
-        if name in _SWITCHES:
-            setattr(words, name, True)
-            words.topics += [
-                word for word in values if name == "help" and word in extras.help_texts().TOPICS
-            ]
-            words.bases += [word for word in values if word not in words.topics]
-        elif setting and setting.is_list and values:
-            words.flags[name] = tuple(values) if len(values) > 1 else values[0]
-        elif not values and not (setting and setting.kind is bool):
-            flag = f"--{name if setting else name.replace('_', '-')}"
+        times[name] += 1
+        if setting is None and (name not in (*_SWITCHES, *_OF_ONE_WORD) or flag == name):
+            value = given.pop(0) if given and (equals or given[0] not in PRESETS) else ""
+            fix = nearest_settings(name)
+            if not flag.startswith("--"):
+                fix = "write --section.field=VALUE where a value begins with -"
+            problems.append(Problem(flag, value, "there is no such flag", fix))
+            words.bases += given
+        elif name in _SWITCHES:
+            words.switches.add(name)
+            for each in given:
+                is_topic = name == "help" and each in extras.help_texts().TOPICS
+                (words.topics if is_topic else words.bases).append(each)
+        elif setting and setting.is_list and given:
+            words.flags[name] = tuple(given) if len(given) > 1 else given[0]
+        elif not given and not (setting and setting.kind is bool):
             empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
             problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
         else:  # a switch alone means true
-            first, *rest = values or ("True",)
-            words.bases += rest
+            first, *others = given or ("True",)
+            words.bases += others
             (words.flags if setting else words.own)[name] = first
-    # tyro keeps the last, without a word.
-    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
-    times = Counter(flag.removeprefix("--").replace("-", "_") for flag in flags)
     words.warnings += [
         f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
         for name, value in words.flags.items()
@@ -415,42 +411,9 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
     return words
 
 
-def _any_words() -> ConstructorRegistry:
-    """tyro collects the words of every flag and leaves them as they are."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def collect(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if is_dataclass(info.type):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="WORDS",
-            instance_from_str=_Given,
-            is_instance=lambda _: True,
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
-def _unknown(others: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Report flags that tyro does not know, each with the word behind it; return other words."""
-    bare: list[str] = []
-    rest = list(others)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            bare.append(word)
-            continue
-        flag, equals, value = word.partition("=")
-        if not equals and rest and not rest[0].startswith("-") and rest[0] not in PRESETS:
-            value = rest.pop(0)
-        fix = nearest_settings(flag.removeprefix("--").replace("-", "_"))
-        if not flag.startswith("--"):
-            fix = "write --section.field=VALUE where a value begins with -"
-        problems.append(Problem(flag, value, "there is no such flag", fix))
-    return bare
+def _is_flag(word: str) -> bool:
+    """Whether a word begins with a dash and is no negative number."""
+    return re.fullmatch(r"-(?![\d.]|inf\b|nan\b).+", word, re.DOTALL) is not None
 
 
 def _base(words: _Words, problems: list[Problem]) -> Base | None:
@@ -464,6 +427,9 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
             return base_of_run(run_dir)
         if not words.bases:
             known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
+            for name, value in words.flags.items():
+                if isinstance(value, tuple) and value[-1] in PRESETS:
+                    known = f"write {value[-1]} in front of --{name}, a list that ends at a flag"
             raise ConfigError([Problem("PRESET", "", "no preset is named", known)])
         first, *more = words.bases
         problems += [
@@ -478,7 +444,7 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
 
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     """Ranks of the run: torchrun's; without it those asked for, or the fewest the layout takes."""
-    plans = words.dry_run or words.check
+    plans = "dry_run" in words.switches or "check" in words.switches
     if (asked := words.own.get("world_size")) is not None:
         if plans and asked.isdecimal() and int(asked) > 0:
             return int(asked)
@@ -497,7 +463,7 @@ def _planned(name: str, reader: str, words: _Words, problems: list[Problem]) -> 
     if (word := words.own.get(name)) is None:
         return None
     rule, fix = "is for --dry-run and --check: a run knows its machine", "leave it out"
-    if words.dry_run or words.check:
+    if "dry_run" in words.switches or "check" in words.switches:
         try:
             return getattr(extras.planner(), reader)(word)
         except ValueError as error:
@@ -517,64 +483,12 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
     # The search replaces the layout: a layout that does not fit these devices is no mistake.
     given = {*words.flags, *base.values}
     single = replace(config, parallel=Config().parallel)
-    resolved, _, report = _resolve(single, base, given, world_size)
+    report = examine(single, world_size, _known_shape(config), given)
     problems += [each for each in report.problems if not each.field.startswith(_SEARCHED)]
     if len(problems) > len(_needs(base, problems)) or report.shape is None:
         _leave(2, str(ConfigError(problems)))
-    config = replace(resolved, parallel=config.parallel)
     fits, text = extras.planner().plan_for(config, report.shape, world_size, device_gib)
     _leave(0 if fits else 1, f"{base.name}: {text}")
-
-
-def _resolve(
-    config: Config, base: Base, given: Collection[str], world_size: int
-) -> tuple[Config, dict[str, str], Report]:
-    """Settings of the base that contradict a flag go back to their defaults.
-
-    Only contradictions that the base alone does not have are resolved: the number of ranks, a
-    missing file or a flag that is wrong by itself is reported instead. An evaluation that a flag
-    asks for has the base's settings of training, without a warning of each.
-
-    Returns:
-        The config, why each setting changed, and the report about the config.
-    """
-    known = KNOWN_SHAPES.get(config.model.path)
-    shape = ModelShape.from_hf(known) if known else None
-    read = functools.cache(read_rows)  # data files may be large
-
-    is_other = config.eval.only and not base.config.eval.only
-    warned = set(given) - set(base.values) if is_other else given
-
-    def report_on(candidate: Config) -> Report:
-        return examine(candidate, world_size, shape, given=warned, read=read)
-
-    report = report_on(config)
-    reasons: dict[str, str] = {}
-    if (effective := in_effect(config)) != config:
-        before_objective, config = flatten(config), effective
-        report = replace(report_on(config), warnings=report.warnings)
-        reasons |= {
-            name: f"because train.objective is {config.train.objective}"
-            for name, value in flatten(config).items()
-            if value != before_objective[name]
-        }
-    suspects = [
-        problem.field
-        for problem in report.problems
-        if problem.field not in given and problem.field.startswith(_MAY_GIVE_WAY)
-    ]
-    if not suspects:
-        return config, reasons, report
-    before = {problem.field for problem in report_on(base.root_config).problems}
-    for name in dict.fromkeys(suspects):
-        if name in before:
-            continue
-        candidate = with_values(config, {name: SETTINGS[name].default})
-        after = report_on(candidate)
-        if len(after.problems) < len(report.problems):
-            config, report = candidate, after
-            reasons[name] = "because it contradicts your settings"
-    return config, reasons, report
 
 
 def _placed(
@@ -658,15 +572,7 @@ def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, 
         ConfigError: the settings of that run cannot be read.
     """
     folder = Path(config.log.dir)
-    if not _saved(folder):
-        return {}
-    try:
-        before = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        rule = "has checkpoints, but no config.yaml to compare with"
-        fix = "restore its config.yaml, or give another --log.dir"
-        raise ConfigError([Problem("log.dir", config.log.dir, rule, fix)]) from None
-    changes = fixed_changes(before, config)
+    changes = changes_of_run(folder, config) if _saved(folder) else {}
     return {name: change for name, change in changes.items() if name not in at_fault}
 
 

@@ -8,6 +8,7 @@ Imports nothing heavy.
 from r3.config.fields import ConfigError, Problem, Setting, as_typed, shown
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.reading import (
+    changes_of_run,
     dump_yaml,
     filled_in,
     from_yaml,
@@ -38,4 +39,4 @@ from r3.config.settings import (
     replacing,
     with_values,
 )
-from r3.config.train import ADVANTAGES, LOSSES, AlgoConfig, ReplayConfig, TrainConfig
+from r3.config.train import ADVANTAGES, LOSSES, OF_OBJECTIVE, AlgoConfig, ReplayConfig, TrainConfig

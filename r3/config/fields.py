@@ -21,6 +21,7 @@ from r3.config.arguments import arguments_fault
 
 # vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
 TEMPERATURES = {"ge": 0.01, "le": 2.0}
+ALWAYS = " "  # it needs nothing of what its section needs
 # 11 days: clocks, sockets and collectives take no number of seconds.
 LONGEST_S = 1_000_000
 
@@ -80,6 +81,7 @@ class Setting:
         unless: whether it does after all, given the config the run was started with; and in words.
         path: it names files: `~` and variables of the environment are filled in.
         none: the word none has a meaning of its own; for other texts it is the empty text.
+        needs: what must hold that it has an effect (`r3.config.effect`); "" as its section.
         arguments: key=value items, keyword arguments of a user's code (`r3.config.arguments`).
     """
 
@@ -99,6 +101,7 @@ class Setting:
     unless: tuple[Callable[[Any], bool], str] | None = None
     path: bool = False
     none: bool = False
+    needs: str = ""
     arguments: bool = False
 
     @property

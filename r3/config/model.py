@@ -23,20 +23,22 @@ class ModelConfig:
     """How the device stores the matrices of decoder layers that LoRA leaves frozen. dtype: in
     model.dtype. int8, fp8: one byte per value and a factor per 128 values. A layer is dequantised
     and merged with its adapters when a pass comes to it; the engine gets the same bits."""
-    experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
+    experts: Literal["auto", "fused", "grouped", "sequential"] = setting("auto", needs="moe")
     """How experts run in training. fused: R3's own dispatch, with a loop that stays in the
     processor's cache on CPU, and grouped products and Triton kernels on CUDA. grouped: Megatron's
     dispatch and grouped products. sequential: Megatron's dispatch and loop. auto: fused if
     parallel.etp is 1, else grouped."""
-    recompute: Literal["none", "selective", "moe", "full"] = setting("none", resume=True)
+    recompute: Literal["none", "selective", "moe", "full"] = setting(
+        "none", resume=True, needs="training"
+    )
     """Activations recomputed in the backward pass: none; selective: what is cheap to compute
     (norms, the experts' activations, the core of attention); those of the MoE layers; or all.
     Routes are replayed in the recomputation too."""
-    fp32_head: bool = False
+    fp32_head: bool = setting(False, needs="rounding")
     """Multiply hidden states and output weight in float32, in policy and engine; bfloat16 rounds
     every logit. Costs a float32 copy of the output weight in the policy's backward pass, which is
     several times slower on CUDA."""
-    router_logits: Literal["float32", "engine"] = "float32"
+    router_logits: Literal["float32", "engine"] = setting("float32", needs="moe rounded_router")
     """Precision of the policy's router logits. float32: as computed. engine: rounded to
     engine.dtype, as vLLM computes them. Replayed routes keep gate weights that differ by this
     rounding."""
@@ -61,7 +63,9 @@ class LoraConfig:
     )
     """Matrices with adapters, of those that the model has: projections of attention, experts,
     shared experts, MLPs of dense layers, routers, output layer."""
-    expert_rank: int = setting(0, ge=0, fix="0 takes lora.rank")
+    expert_rank: int = setting(
+        0, ge=0, fix="0 takes lora.rank", needs="lora.rank lora.targets=experts"
+    )
     """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
     gives a token as many adapted dimensions as elsewhere."""
     start: str = setting("", path=True)
@@ -105,7 +109,7 @@ class ParallelConfig:
     layer more in the first chunks."""
     cp: int = setting(1, ge=1)
     """Context parallel size."""
-    engine_tp: int = setting(1, ge=1)
+    engine_tp: int = setting(1, ge=1, needs="sampling")
     """Tensor parallel size of the engine."""
 
     @property
@@ -165,7 +169,9 @@ class EngineConfig:
         0.0, ge=0, le=100_000, fix="0 takes what the device has free", resume=True
     )
     """Size of the KV cache in GiB. 0: what memory_fraction leaves (GPU only)."""
-    memory_fraction: float = setting(0.6, gt=0, lt=1, fix="0.6", resume=True)
+    memory_fraction: float = setting(
+        0.6, gt=0, lt=1, resume=True, needs="sampling engine.kv_cache_gib=0.0"
+    )
     """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
     max_num_seqs: int = setting(256, ge=1, le=8192, resume=True)
     """Maximum conversations decoded at the same time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from r3.config.fields import LONGEST_S, TEMPERATURES, setting
+from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
 from r3.config.names import names_of
 
 
@@ -13,12 +13,12 @@ from r3.config.names import names_of
 class DataConfig:
     """Training prompts."""
 
-    path: tuple[str, ...] = setting((), path=True)
+    path: tuple[str, ...] = setting((), path=True, needs="training")
     """One or several sources of rows: a JSONL, JSON, CSV or .parquet file, a pattern such as
     part-*.jsonl, FOLDER[:SPLIT], hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT], or
     gym:TASK[,size=N][,seed=N] of reasoning-gym. SOURCE[:100] takes the first 100 rows."""
     weights: tuple[float, ...] = setting(
-        (), gt=0, fix="leave out the path that should not be sampled"
+        (), gt=0, fix="leave out the path that should not be sampled", needs="training sources"
     )
     """Sampling weights of the paths, one per path. Empty: rows of all paths form one pool."""
     prompt_key: str = "question"
@@ -48,10 +48,10 @@ class DataConfig:
     max_prompt_tokens: int = setting(0, ge=0)
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""
-    on_too_long: Literal["error", "drop"] = "error"
+    on_too_long: Literal["error", "drop"] = setting("error", needs="training")
     """What to do with a longer prompt. error: stop the run. drop: leave it out and count it. A
     held-out question that is too long always stops the run."""
-    drop_duplicates: bool = False
+    drop_duplicates: bool = setting(False, needs="training")
     """Drop and count rows that equal an earlier row in conversation, answer and every column that
     a reward may read; functions of your own may read all."""
 
@@ -60,10 +60,12 @@ class DataConfig:
 class EnvConfig:
     """The environment: what happens in a conversation."""
 
-    name: Literal["single_turn", "calculator", "guess_number"] = "single_turn"
+    name: Literal["single_turn", "calculator", "guess_number"] = setting(
+        "single_turn", needs=ALWAYS
+    )
     """Built-in environment. single_turn: one question, one response. calculator: the same with a
     calculator tool. guess_number: a game of several turns."""
-    path: str = setting("", path=True)
+    path: str = setting("", path=True, needs=ALWAYS)
     """Your own environment instead of a built-in one, `path/to/file.py:Class`: a class with reset
     and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
     (docs/workflows.md)."""
@@ -76,7 +78,7 @@ class EnvConfig:
     )
     """Keyword arguments of your class, each key=value, or a mapping. Values are JSON or Python
     literals, else text."""
-    max_turns: int = setting(8, ge=1)
+    max_turns: int = setting(8, ge=1, needs="sampling turns")
     """Maximum model messages per conversation; of a workflow, calls of the model per episode."""
     max_turn_tokens: int = setting(0, ge=0)
     """Maximum tokens per model message. 0: what is left of rollout.max_response_tokens, which
@@ -89,30 +91,35 @@ class EnvConfig:
         fix="leave it out",
     )
     """Strings that end a model message. They stay in the message."""
-    tool_parser: str = ""
+    tool_parser: str = setting("", needs="sampling turns")
     """Parser of tool calls by its name in vLLM, such as qwen3_coder or llama3_json. Empty: calls as
     Hermes and Qwen templates have them, `<tool_call>` with JSON inside."""
-    reasoning_parser: str = ""
+    reasoning_parser: str = setting("", needs="sampling turns")
     """Parser of reasoning by its name in vLLM, such as qwen3 or deepseek_r1: what the model thinks
     is shown apart from its message. Empty: it stays in the message."""
-    keep_reasoning: bool = False
+    keep_reasoning: bool = setting(False, needs="sampling turns messages")
     """Keep `<think>` blocks of earlier messages in a conversation although the chat template
     removes them: the model then sees prompts that no server of the template shows. false: such a
     template is refused. Not for workflows, where each such call begins a token sequence."""
-    workers: int = setting(0, ge=0, resume=True)
+    workers: int = setting(0, ge=0, resume=True, needs="sampling turns")
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
     that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""
     timeout_s: float = setting(
-        60.0, gt=0, le=LONGEST_S, fix="60, or the time of the slowest call", resume=True
+        60.0,
+        gt=0,
+        le=LONGEST_S,
+        fix="60, or the time of the slowest call",
+        resume=True,
+        needs="sampling turns waits",
     )
     """Maximum seconds per call of the environment. A worker process that takes longer is killed and
     replaced. For a workflow: seconds per episode, without its calls of the model."""
-    retries: int = setting(0, ge=0, resume=True)
+    retries: int = setting(0, ge=0, resume=True, needs="sampling turns")
     """Retries after an exception, a time-out or a worker crash."""
-    on_error: Literal["stop", "zero", "drop"] = "stop"
+    on_error: Literal["stop", "zero", "drop"] = setting("stop", needs="sampling turns")
     """After the last retry. stop: end the run. zero: end the conversation with reward 0. drop:
     leave the conversation out. Evaluation treats drop as zero."""
-    unfinished_reward: float = 0.0
+    unfinished_reward: float = setting(0.0, needs="sampling turns")
     """Reward of a conversation that ran out of turns or tokens before its environment gave any
     reward."""
 
@@ -136,26 +143,32 @@ class EnvConfig:
 class RolloutConfig:
     """How responses are sampled."""
 
-    prompts_per_step: int = setting(16, ge=1)
+    prompts_per_step: int = setting(16, ge=1, needs="training")
     """Prompts per step, over all ranks."""
-    group_size: int = setting(8, ge=1)
+    group_size: int = setting(8, ge=1, needs="training")
     """Samples per prompt (num_generations)."""
-    max_response_tokens: int = setting(512, ge=1)
+    max_response_tokens: int = setting(512, ge=1, needs="length")
     """Maximum tokens per response, prompt excluded."""
     temperature: float = setting(
-        1.0, **TEMPERATURES, why="at 0 all samples of a prompt are equal", fix="1.0"
+        1.0,
+        **TEMPERATURES,
+        why="at 0 all samples of a prompt are equal",
+        fix="1.0",
+        needs="training",
     )
     """Sampling temperature. Log-probabilities of engine and policy are both taken at it."""
-    top_p: float = setting(1.0, gt=0, le=1, fix="1.0, which samples from all tokens")
+    top_p: float = setting(
+        1.0, gt=0, le=1, fix="1.0, which samples from all tokens", needs="training"
+    )
     """Nucleus sampling mass. Below 1 the engine samples from fewer tokens than the policy's
     distribution has, which adds to the measured mismatch."""
-    top_k: int = setting(0, ge=0, le=2**31 - 1)
+    top_k: int = setting(0, ge=0, le=2**31 - 1, needs="training")
     """Sample only from the k most likely tokens. 0: all tokens. It adds to the mismatch as top_p
     does."""
-    step_token_budget: int = setting(0, ge=0)
+    step_token_budget: int = setting(0, ge=0, needs="training")
     """Maximum new tokens per conversation in one step (partial rollouts). A conversation that
     reaches it is suspended. 0: no budget."""
-    max_staleness: int = setting(0, ge=0)
+    max_staleness: int = setting(0, ge=0, needs="rollouts rollout.step_token_budget")
     """Maximum steps for which a suspended conversation may be resumed. Its earlier tokens,
     log-probabilities and routes are kept. A group is trained on when all of its conversations are
     complete. 0: suspended conversations are dropped."""
@@ -170,13 +183,15 @@ class RewardConfig:
     column `verifier` names); http (a chat server); self_judge (the policy); model (a reward model);
     env (environment); `path/to/file.py:function`. none: env alone. Without env, functions score
     what the environment did not reward."""
-    row_functions: tuple[str, ...] = setting(("gsm8k", "exact", "gym"), path=True)
+    row_functions: tuple[str, ...] = setting(
+        ("gsm8k", "exact", "gym"), path=True, needs="sampling row"
+    )
     """row: functions that a row may name: gsm8k, exact, gym, math, http, self_judge,
     model and `path/to/file.py:function`, which rows name `function`."""
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
-    correct: str = ""
+    correct: str = setting("", needs="sampling several_rewards")
     """Name of the function that decides whether a response is right, as in metrics: it returns at
     least 1. Accuracy, pass@k and algo.dynamic_sampling count by it. Empty: the first function."""
     args: tuple[str, ...] = setting(
@@ -188,63 +203,69 @@ class RewardConfig:
     """Keyword arguments of the functions of your files, each key=value for all functions that have
     such a parameter, or FUNCTION.key=value for one; also a mapping. Values are JSON or Python
     literals, else text."""
-    workers: int = setting(0, ge=0, resume=True)
+    workers: int = setting(0, ge=0, resume=True, needs="sampling calls processes")
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
     timeout_s: float = setting(
-        60.0, gt=0, le=LONGEST_S, fix="60, or the time of the slowest call", resume=True
+        60.0,
+        gt=0,
+        le=LONGEST_S,
+        fix="60, or the time of the slowest call",
+        resume=True,
+        needs="sampling calls",
     )
     """Maximum seconds per call. A worker process that takes longer is killed and replaced."""
-    retries: int = setting(3, ge=0, resume=True)
+    retries: int = setting(3, ge=0, resume=True, needs="sampling calls")
     """Retries after an exception, a time-out, or a server that asks to wait. gsm8k, exact and gym
     are not retried."""
     on_error: Literal["stop", "zero", "drop"] = "stop"
     """After the last retry. stop: end the run. zero: give reward 0. drop: leave the response out.
     Evaluation treats drop as zero."""
-    url: str = setting("", resume=True)
+    url: str = setting("", resume=True, needs="sampling http")
     """http: base address of an OpenAI-compatible server, such as http://host:8000/v1."""
-    model: str = ""
+    model: str = setting("", needs="sampling http")
     """http: name of the model on the server."""
-    api_key_env: str = setting("", resume=True)
+    api_key_env: str = setting("", resume=True, needs="sampling http")
     """http: environment variable that holds the API key. Empty: no key is sent."""
-    prompt_file: str = setting("", path=True)
+    prompt_file: str = setting("", path=True, needs="sampling judge")
     """http, self_judge: file with the prompt; {question}, {answer} and {response} are filled in.
     Empty: the LLM judge is asked whether the response is right (1) or wrong (0)."""
-    pattern: str = ""
+    pattern: str = setting("", needs="sampling judge")
     """http, self_judge: regular expression whose only group is the score. Empty: "score" of a JSON
     object in the reply."""
-    max_tokens: int = setting(512, ge=1)
+    max_tokens: int = setting(512, ge=1, needs="sampling judge")
     """http, self_judge: maximum tokens of a reply."""
     request: tuple[str, ...] = setting(
         (),
         arguments=True,
         pattern=r"(?s)(?!(model|messages|n|stream)=)[A-Za-z_]\w*=.*",
         words="key=value, for a field of a chat completion's request",
+        needs="sampling http",
     )
     """http: further fields of the request, each key=value, or instead of temperature=0 and
     max_tokens. A field that is null is not sent: max_tokens=null max_completion_tokens=512."""
-    no_verdict: float = 0.0
+    no_verdict: float = setting(0.0, needs="sampling self_judge")
     """self_judge: reward of a response for which the policy gave no score: its reply holds none or
     ran out of tokens, or the prompt had no room."""
-    max_connections: int = setting(16, ge=1, resume=True)
+    max_connections: int = setting(16, ge=1, resume=True, needs="sampling http")
     """http: maximum requests in flight per rank."""
-    backoff_s: float = setting(1.0, ge=0, le=LONGEST_S, resume=True)
+    backoff_s: float = setting(1.0, ge=0, le=LONGEST_S, resume=True, needs="sampling http")
     """http: seconds before the first retry, doubled before each further one. The server may ask for
     more with Retry-After."""
-    model_path: str = setting("", path=True)
+    model_path: str = setting("", path=True, needs="sampling model")
     """model: a Hugging Face sequence-classification checkpoint with one label, and its tokenizer: a
     folder or hub:OWNER/NAME[@REVISION]."""
-    model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    model_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", needs="sampling model")
     """model: data type of its weights and arithmetic."""
-    model_ranks: tuple[int, ...] = setting((), resume=True)
+    model_ranks: tuple[int, ...] = setting((), resume=True, needs="sampling model")
     """model: ranks that hold a copy. Empty: the first rank of every engine. R3 refuses any other
     list."""
-    model_batch: int = setting(16, ge=1, resume=True)
+    model_batch: int = setting(16, ge=1, resume=True, needs="sampling model")
     """model: maximum conversations per batch. The last bits of a score depend on the batch; 1 makes
     scores repeatable."""
-    model_wait_s: float = setting(0.05, ge=0, le=LONGEST_S, resume=True)
+    model_wait_s: float = setting(0.05, ge=0, le=LONGEST_S, resume=True, needs="sampling model")
     """model: seconds the first conversation of a batch waits for others. 0: do not wait."""
-    model_tokens: int = setting(16384, ge=1, resume=True)
+    model_tokens: int = setting(16384, ge=1, resume=True, needs="sampling model")
     """model: maximum padded tokens per batch. A single conversation may have more."""
 
     @property

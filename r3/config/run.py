@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from r3.config.fields import LONGEST_S, TEMPERATURES, setting
+from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
 from r3.config.rollout import DataConfig, EnvConfig
 
 
@@ -69,7 +69,7 @@ class EvalConfig:
     Lists have one value per set, or one for all sets.
     """
 
-    only: bool = False
+    only: bool = setting(False, needs=ALWAYS)
     """Evaluate the newest checkpoint of log.dir, or model.path if there is none, then end."""
     path: tuple[str, ...] = setting((), path=True)
     """Held-out sets, each one source as in data.path. Empty: no evaluation."""
@@ -101,20 +101,26 @@ class EvalConfig:
     ones."""
     function: tuple[str, ...] = setting((), path=True, none=True)
     """Reward functions of the sets, as in reward.function. Empty: those of training."""
-    every: int = setting(10, ge=0)
+    every: int = setting(10, ge=0, needs="eval.path training")
     """Steps between evaluations. 0: only before the first step and after the last."""
     max_prompts: tuple[int, ...] = setting((0,), ge=0)
     """Evaluate only this many rows of a set, from its beginning. 0: all."""
     samples: tuple[int, ...] = setting((1,), ge=1)
     """Samples per question. With more than one, avg@k and pass@k are reported too."""
-    pass_at: tuple[int, ...] = setting((), ge=1)
+    pass_at: tuple[int, ...] = setting((), ge=1, needs="eval.path samples")
     """Values of k for pass@k, each at most samples; estimated without bias from all samples. Empty:
     k = samples."""
     temperature: tuple[float, ...] = setting(
         (0.0,), zero=True, **TEMPERATURES, fix="0 for greedy decoding", resume=True
     )
     """Sampling temperature. 0: greedy decoding."""
-    top_p: tuple[float, ...] = setting((1.0,), gt=0, le=1, fix="1.0, which samples from all tokens")
+    top_p: tuple[float, ...] = setting(
+        (1.0,),
+        gt=0,
+        le=1,
+        fix="1.0, which samples from all tokens",
+        needs="eval.path eval.temperature",
+    )
     """Nucleus sampling mass."""
     max_tokens: tuple[int, ...] = setting((0,), ge=0)
     """Maximum tokens per response. 0: rollout.max_response_tokens."""
@@ -146,29 +152,32 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints to resume from, and the exported model."""
 
-    every: int = setting(0, ge=-1)
+    every: int = setting(0, ge=-1, needs="training")
     """Steps between checkpoints. 0: only after the last step. -1: none, except where a signal stops
     the run or checkpoint.keep_best saves."""
-    keep: int = setting(2, ge=0)
+    keep: int = setting(2, ge=0, needs="training")
     """Number of newest checkpoints to keep. 0: all."""
     keep_best: str = setting(
         "",
         pattern="|eval/[A-Za-z0-9_.-]+/.+",
         words="a metric of an evaluation",
         fix="eval/heldout/accuracy, with the name of your set",
+        needs="training",
     )
     """Metric of the evaluations, such as eval/heldout/accuracy. A checkpoint is saved after each
     evaluation that is better than all before, and the best one is also kept. Empty: none."""
-    best_is: Literal["highest", "lowest"] = "highest"
+    best_is: Literal["highest", "lowest"] = setting(
+        "highest", needs="training checkpoint.keep_best"
+    )
     """Which value of checkpoint.keep_best is the best."""
-    background: bool = True
+    background: bool = setting(True, needs="training")
     """Write checkpoints while the next steps are made, from a copy in host memory. A checkpoint is
     complete some time after its step; a run that fails completes it first. false: the run waits."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
     """If the newest checkpoint is damaged: resume from the newest one that is whole, or stop."""
-    export: bool = True
+    export: bool = setting(True, needs="training")
     """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
-    export_every: int = setting(0, ge=0)
+    export_every: int = setting(0, ge=0, needs="training")
     """Steps between such exports during the run, each to a folder of its own. 0: none."""
     allow_changed: tuple[
         Literal[
@@ -200,7 +209,7 @@ class LogConfig:
     dir: str = setting("", path=True)
     """Folder of the run. Starting again with the same folder resumes from its newest checkpoint.
     Empty: runs/PRESET, or runs/PRESET-2 and so on if that has a run with other settings."""
-    rollouts_every: int = setting(10, ge=0)
+    rollouts_every: int = setting(10, ge=0, needs="rollouts")
     """Steps between dumps of all rollouts with tokens, log-probabilities and routes; the first step
     is always dumped. 0: never."""
     tensorboard: bool = True
@@ -214,9 +223,10 @@ class LogConfig:
         words="a text that is not empty",
         why="a tracker files runs under a project",
         fix="r3",
+        needs="log.tracker",
     )
     """Project of log.tracker; MLflow calls it an experiment."""
-    show_every: int = setting(0, ge=0)
+    show_every: int = setting(0, ge=0, needs="rollouts")
     """Steps between samples shown on the console, one conversation of the first rank with its
     reward. 0: none."""
     progress: bool = True
@@ -227,7 +237,7 @@ class LogConfig:
 class DebugConfig:
     """Settings for finding faults."""
 
-    prove_sync_every: int = setting(0, ge=0)
+    prove_sync_every: int = setting(0, ge=0, needs="sampling")
     """Steps between checks of the weight sync, which compare every weight of the engine with the
     policy's, then log-probabilities of both on a few tokens. The first sync is always checked. 0:
     no further checks."""
@@ -242,7 +252,7 @@ class DebugConfig:
     )
     """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
     very long generations or slow checkpoint disks."""
-    profile: int = setting(0, ge=0)
+    profile: int = setting(0, ge=0, needs="training")
     """Step of which every rank records all operations under the step's phases: traces/ in the
     folder of the run, to be opened in https://ui.perfetto.dev. 0: none."""
     deterministic: bool = False

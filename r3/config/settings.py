@@ -35,17 +35,17 @@ class Config:
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    env: EnvConfig = EnvConfig()
+    env: EnvConfig = setting(EnvConfig(), needs="sampling")
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-    algo: AlgoConfig = AlgoConfig()
-    train: TrainConfig = TrainConfig()
-    lora: LoraConfig = LoraConfig()
+    reward: RewardConfig = setting(RewardConfig(), needs="sampling")
+    algo: AlgoConfig = setting(AlgoConfig(), needs="training")
+    train: TrainConfig = setting(TrainConfig(), needs="training")
+    lora: LoraConfig = setting(LoraConfig(), needs="lora.rank")
     # Neither the layout nor what is written and measured shapes what is learnt.
     parallel: ParallelConfig = setting(ParallelConfig(), resume=True)
-    engine: EngineConfig = EngineConfig()
-    replay: ReplayConfig = ReplayConfig()
-    eval: EvalConfig = setting(EvalConfig(), resume=True)
+    engine: EngineConfig = setting(EngineConfig(), needs="sampling")
+    replay: ReplayConfig = setting(ReplayConfig(), needs="rollouts moe")
+    eval: EvalConfig = setting(EvalConfig(), resume=True, needs="eval.path")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), resume=True)
     log: LogConfig = setting(LogConfig(), resume=True)
     debug: DebugConfig = setting(DebugConfig(), resume=True)
@@ -102,7 +102,10 @@ def _declare() -> None:
             declared = each.metadata or setting(each.default).metadata
             found: Setting = declared["setting"]
             name, resume = f"{section.name}.{each.name}", found.resume or of_section.resume
-            SETTINGS[name] = replace(found, name=name, kind=kinds[each.name], resume=resume)
+            needs = found.needs or of_section.needs
+            SETTINGS[name] = replace(
+                found, name=name, kind=kinds[each.name], resume=resume, needs=needs
+            )
 
 
 _declare()

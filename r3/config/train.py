@@ -5,11 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from r3.config.fields import setting
+from r3.config.fields import ALWAYS, setting
 
 # Those that there is code for. This module imports nothing heavy, so it names them itself.
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSSES = ("ppo_clip", "pg", "gspo", "cispo", "minirl")
+
+
+# Settings that train.objective brings, as a preset does; other values contradict it.
+OF_OBJECTIVE: dict[str, dict[str, Any]] = {
+    "rl": {},
+    # Nothing is sampled, compared or replayed.
+    "sft": {
+        "rollout.group_size": 1,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "rollout.top_k": 0,
+        "rollout.step_token_budget": 0,
+        "algo.advantage": "reinforce_pp",
+        "algo.baseline": "prompt",
+        "algo.dynamic_sampling": 0,
+        "algo.overlong_buffer": 0,
+        "algo.overlong_filter": False,
+        # With an advantage of 1, the cross-entropy.
+        "algo.loss": "pg",
+        "algo.args": (),
+        "algo.correction": "none",
+        "algo.kl_coef": 0.0,
+        "replay.mode": "off",
+        "train.epochs_per_step": 1,
+    },
+    # Responses are not compared with each other.
+    "distill": {
+        "algo.advantage": "reinforce_pp",
+        "algo.baseline": "prompt",
+        "algo.dynamic_sampling": 0,
+    },
+}
 
 
 def _one_of_or_own(names: tuple[str, ...]) -> dict[str, str]:
@@ -46,22 +78,27 @@ class AlgoConfig:
     """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
     other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
     scaled over the step. Or your own, `path/to/file.py:function`."""
-    baseline: Literal["prompt", "step"] = "prompt"
+    baseline: Literal["prompt", "step"] = setting("prompt", needs="training workflow")
     """What a reward is compared with. prompt: all rewards of its prompt. step: if a workflow
     rewards each call, those of the sequences that have the same index in their episodes (step-wise
     GRPO)."""
     dynamic_sampling: int = setting(0, ge=0)
     """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
     signal (DAPO). Other groups are not trained on. 0: off."""
-    dynamic_sampling_metric: Literal["correct", "reward"] = "correct"
+    dynamic_sampling_metric: Literal["correct", "reward"] = setting(
+        "correct", needs="rewards algo.dynamic_sampling"
+    )
     """Which groups have signal. correct: those in which the function that decides what is right
     (reward.correct) gives different values: in DAPO, neither all responses right nor all wrong.
     reward: those with different rewards, weights and overlong penalty included."""
-    overlong_buffer: int = setting(0, ge=0)
+    overlong_buffer: int = setting(0, ge=0, needs="rewards")
     """Soft overlong penalty (DAPO): the reward falls linearly over this many last tokens before
     rollout.max_response_tokens, which counts observations too. 0: off."""
     overlong_penalty: float = setting(
-        1.0, gt=0, fix="1.0; algo.overlong_buffer 0 disables the penalty"
+        1.0,
+        gt=0,
+        fix="1.0; algo.overlong_buffer 0 disables the penalty",
+        needs="rewards algo.overlong_buffer",
     )
     """Penalty of a response of maximum length."""
     overlong_filter: bool = False
@@ -83,15 +120,21 @@ class AlgoConfig:
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
     means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
-    clip_low: float = setting(0.2, gt=0, le=1, fix="0.2 is common")
+    clip_low: float = setting(0.2, gt=0, le=1, fix="0.2 is common", needs="low_ratio")
     """Lower clip range: r is bounded below at 1 - clip_low. gspo: 3e-4. cispo: 1, no lower
     bound."""
-    clip_high: float = setting(0.28, gt=0, fix="0.2 is symmetric, 0.28 is the clip-higher of DAPO")
+    clip_high: float = setting(
+        0.28, gt=0, fix="0.2 is symmetric, 0.28 is the clip-higher of DAPO", needs="ratio"
+    )
     """Upper clip range: r is bounded above at 1 + clip_high (clip-higher, arXiv 2503.14476). gspo:
     4e-4. minirl: 0.27. cispo: 3 to 5."""
-    clip_dual: float = setting(0.0, zero=True, gt=1, fix="0 disables it; 3.0 is common")
+    clip_dual: float = setting(
+        0.0, zero=True, gt=1, fix="0 disables it; 3.0 is common", needs="algo.loss=ppo_clip ratio"
+    )
     """ppo_clip: upper bound of r where A < 0 (dual clip, arXiv 1912.09729). 0: off."""
-    minirl_cap: float = setting(5.0, ge=1, why="without mismatch the weight is 1", fix="5.0")
+    minirl_cap: float = setting(
+        5.0, ge=1, why="without mismatch the weight is 1", needs="rollouts algo.loss=minirl"
+    )
     """minirl: upper bound of pi / mu."""
     correction: Literal[
         "none",
@@ -112,6 +155,7 @@ class AlgoConfig:
         lt=1,
         why="without mismatch the weight is 1",
         fix="0 for the default of algo.correction, or 0.5",
+        needs="rollouts low_bound",
     )
     """Lower bound of the importance weights. 0: the default of the correction (sequence_mis and
     icepop 0.5, geometric_mask 0.999, token_mis none)."""
@@ -121,6 +165,7 @@ class AlgoConfig:
         ge=1,
         why="without mismatch the weight is 1",
         fix="0 for the default of algo.correction, or 2.0",
+        needs="rollouts high_bound",
     )
     """Upper bound of the importance weights. 0: the default of the correction (tis and mis 2,
     icepop 5, geometric_mask 1.001)."""
@@ -130,17 +175,17 @@ class AlgoConfig:
     kl_coef: float = setting(0.0, ge=0, fix="0 disables the KL penalty")
     """Weight of the KL penalty to the reference policy, which is the initial model. 0: off, and no
     reference weights are kept."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = setting("loss", needs="rollouts algo.kl_coef")
     """loss: the penalty is added to the loss of every token. reward: its sum over the response is
     subtracted from the reward before advantages (RLOO, arXiv 2402.14740)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", needs="rollouts algo.kl_coef")
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
     teacher: tuple[str, ...] = setting((), path=True)
     """Hugging Face checkpoints with the policy's tokenizer, of any size, as folders or
     hub:OWNER/NAME[@REVISION]: one per path of data.path, or one for all. Their log-probabilities of
     the sampled tokens add to the advantages (on-policy distillation). Empty: none."""
-    teacher_coef: float = setting(1.0, gt=0, fix="1.0; without algo.teacher there is none")
+    teacher_coef: float = setting(1.0, gt=0, needs="training algo.teacher")
     """Weight of log pi_teacher - log pi_old in the advantage of a token."""
 
     @property
@@ -159,7 +204,7 @@ class AlgoConfig:
 class TrainConfig:
     """What is trained on, the optimizer and its schedule."""
 
-    objective: Literal["rl", "sft", "distill"] = "rl"
+    objective: Literal["rl", "sft", "distill"] = setting("rl", needs=ALWAYS)
     """rl: rewards of sampled responses. sft: supervised fine-tuning on the assistant messages of
     rollout.prompts_per_step rows per step; no engine is built unless eval.path is set. distill:
     sampled responses learn from algo.teacher alone."""
@@ -167,7 +212,7 @@ class TrainConfig:
         100, ge=1, resume=True, unless=(_learning_rate_decays, "unless train.lr_schedule decays")
     )
     """Number of steps. A step is one round of generation and its updates."""
-    patience: int = setting(0, ge=0, resume=True)
+    patience: int = setting(0, ge=0, resume=True, needs="training eval.every")
     """Evaluations in a row that are not better than the best by checkpoint.keep_best, after which
     the run ends, as after its last step (early stopping). 0: the run makes all steps."""
     lr: float = setting(1e-6, gt=0, fix="1e-6 is common for models of billions of parameters")
@@ -176,7 +221,7 @@ class TrainConfig:
     """Optimizer updates of linear warm-up from 0."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or a decay to min_lr at the last update."""
-    min_lr: float = setting(0.0, ge=0, fix="0 decays to zero")
+    min_lr: float = setting(0.0, ge=0, fix="0 decays to zero", needs="training decay")
     """Final learning rate of a decaying schedule."""
     weight_decay: float = setting(0.0, ge=0, fix="0 disables it")
     """Decoupled weight decay of AdamW, of matrices. Biases and other vectors have none."""
@@ -186,7 +231,9 @@ class TrainConfig:
     """Second-moment decay of AdamW."""
     clip_grad: float = setting(1.0, ge=0, fix="0 disables clipping, 1.0 is common")
     """Maximum global gradient norm. 0: no clipping."""
-    optimizer: Literal["kept", "resident", "streamed"] = setting("resident", resume=True)
+    optimizer: Literal["kept", "resident", "streamed"] = setting(
+        "resident", resume=True, needs=ALWAYS
+    )
     """Where AdamW's state is. resident: on the device while the policy trains, in host memory while
     the engine generates. kept: always on the device, where there is room for both. streamed: in
     host memory; every update brings it to the device in parts and takes it back. The updates are
@@ -207,12 +254,13 @@ class TrainConfig:
             _micro_batch_bounds_prompts,
             "unless it bounds prompts, which data.max_prompt_tokens avoids",
         ),
+        needs=ALWAYS,
     )
     """Packed tokens of one forward and backward pass per rank."""
     logprob_chunk_tokens: int = setting(1024, ge=0, resume=True)
     """Tokens whose logits are in memory at a time, in scoring and in training. 0: those of a whole
     micro-batch, which the backward pass keeps and does not compute again."""
-    seed: int = setting(0, ge=0, le=2**31 - 1, fix="any small number")
+    seed: int = setting(0, ge=0, le=2**31 - 1, fix="any small number", needs=ALWAYS)
     """Seed of data order and sampling: the same seed gives the same run."""
 
     @property
@@ -230,21 +278,28 @@ class TrainConfig:
 class ReplayConfig:
     """Rollout Routing Replay: capture in the engine, replay in the policy."""
 
-    mode: Literal["off", "r2", "r3"] = "r3"
+    mode: Literal["off", "r2", "r3"] = setting("r3", needs="training")
     """r3: replay the engine's routes in every pass of the policy. r2: record routes in the policy's
     old-log-probability pass and replay them in its updates. off: every pass routes for itself."""
-    on_missing: Literal["error", "live"] = "error"
+    on_missing: Literal["error", "live"] = setting("error", needs="r3")
     """What to do with a token without a captured route. error: stop the run. live: route it live
     and count it."""
-    min_coverage: float = setting(0.99, ge=0, le=1, fix="0.99, or 0 to accept any gap", resume=True)
+    min_coverage: float = setting(
+        0.99,
+        ge=0,
+        le=1,
+        fix="0.99, or 0 to accept any gap",
+        resume=True,
+        needs="r3 replay.on_missing=live",
+    )
     """With on_missing live: stop the run when a smaller fraction of a step's tokens has captured
     routes."""
-    reference: bool = False
+    reference: bool = setting(False, needs="replay algo.kl_coef")
     """Replay routes in the reference policy too. false: its KL to the policy is not 0 at step 0."""
-    shadow_every: int = setting(1, ge=0, resume=True)
+    shadow_every: int = setting(1, ge=0, resume=True, needs="r3")
     """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). 0:
     never."""
-    shadow_frac: float = setting(0.04, gt=0, le=1, resume=True)
+    shadow_frac: float = setting(0.04, gt=0, le=1, resume=True, needs="r3 replay.shadow_every")
     """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs one
     forward pass over them: 0.04 costs less than 3 % of the time of training, except for tiny
     models."""
@@ -254,6 +309,7 @@ class ReplayConfig:
         le=1,
         why="it is a fraction of the gate score of the weakest live expert",
         fix="0 replays every route as it is",
+        needs="replay",
     )
     """Minimum gate score of a replayed expert, as a fraction of that of the weakest live expert. A
     replayed expert below it is replaced by the best live one and counted (routing/replaced_frac).

@@ -1,18 +1,14 @@
-"""The help of the command line. tyro draws the settings from the dataclasses of `r3.config`."""
+"""The help of the command line: usage, presets, and settings with type, rule and meaning."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Collection, Mapping
-from dataclasses import field, fields, is_dataclass, make_dataclass
-from types import MappingProxyType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, get_args, get_origin, get_type_hints
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from r3.config import SETTINGS, Config, help_of, shown
+from r3.config import SETTINGS, Config, flatten, help_of, shown
 from r3.configs import PRESETS
 from r3.models.families import FAMILIES, PROOFS
 
@@ -26,7 +22,9 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
        train.py BASE --plan-for 8x80               settings that fit 8 such GPUs
        train.py BASE --check [--world-size N]      check settings, data, reward;
                     [--device-gib 80] [--host-gib 512]  and whether it can fit
-       train.py BASE --help [SECTION ...]          list every setting, or some
+       train.py BASE --help [SECTION ...]          settings that presets use, or
+                                                   all of sections
+       train.py BASE --help all                    every setting
        train.py --help columns                     what its columns mean
        train.py --models                           model families, and what is
                                                    tested for each
@@ -36,7 +34,7 @@ _ABOUT = (
     "Start several ranks with torchrun --nproc_per_node N, or with launch/local.sh.",
 )
 SECTIONS = tuple(each.name for each in fields(Config))
-TOPICS = (*SECTIONS, "columns")
+TOPICS = (*SECTIONS, "all", "columns")
 """Words that --help takes."""
 COLUMNS_MEAN = {
     "reward": "mean reward of the step's samples",
@@ -118,70 +116,44 @@ def columns() -> str:
     return "\n".join(["columns of the console", *_list(COLUMNS_MEAN)])
 
 
-def print_settings(
-    name: str, config: Config, sections: Collection[str] = (), *, prints: bool
-) -> NoReturn:
-    """Print every setting with its meaning and its value in `config`; ends the process.
+def settings(name: str, config: Config, topics: Collection[str] = ()) -> str:
+    """Settings with their meaning and their value in `config`: those that presets use.
 
     Args:
         name: of the base; "" without one.
-        sections: print those of these sections only.
+        config: the base.
+        topics: sections, to list all settings of these only, or "all".
     """
-    _give_tyro_the_texts()
-    hints = get_type_hints(Config)
-    wanted = make_dataclass(
-        "Settings",
+    defaults, of_presets = flatten(Config()), [flatten(build()) for build in PRESETS.values()]
+    listed = {
+        full: setting
+        for full, setting in SETTINGS.items()
+        if "all" in topics
+        or full.partition(".")[0] in topics
+        or (not topics and any(each[full] != defaults[full] for each in of_presets))
+    }
+    sections = [each for each in topics if each != "all"]
+    what = f"All settings of {', '.join(sections)}" if sections else "All settings"
+    what = what if topics else "The settings that presets use"
+    intro = f"{what}. Defaults are those of {name or 'an empty preset'}."
+    if not topics:
+        intro += f" {len(SETTINGS) - len(listed)} more: --help all, or --help SECTION."
+    values = flatten(config)
+    return "\n".join(
         [
-            (each, hints[each], field(default=getattr(config, each)))
-            for each in SECTIONS
-            if each in sections or not sections
-        ],
-        frozen=True,
+            textwrap.fill(intro, width()),
+            *(line for full in listed for line in _entry(full, shown(values[full]))),
+        ]
     )
-    what = f"Settings of {', '.join(sections)}" if sections else "Every setting"
-    tyro.cli(
-        wanted,
-        args=["--help"],
-        prog=f"train.py {name}".rstrip(),
-        description=f"{what}. Defaults are those of {name or 'an empty preset'}.",
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_registry(),
-        console_outputs=prints,
-    )
-    raise AssertionError("tyro ends the process after help")
 
 
-def _give_tyro_the_texts() -> None:
-    """Put help text and rule of every setting where tyro looks first.
-
-    Its own reader of docstrings keeps the line breaks of the source.
-    """
-    for section in fields(Config):
-        for each in fields(type(getattr(Config(), section.name))):
-            setting = SETTINGS[f"{section.name}.{each.name}"]
-            words = setting.rule
-            rule = f" {words[0].upper()}{words[1:]}." if words else ""
-            each.metadata = MappingProxyType({"help": help_of(setting.name) + rule})
-
-
-def _registry() -> ConstructorRegistry:
-    """How tyro names the values of a setting and shows its default."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if is_dataclass(info.type):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar=metavar(info.type),
-            instance_from_str=list,
-            is_instance=lambda _: True,
-            str_from_instance=_default,
-        )
-
-    return registry
+def _entry(name: str, value: str) -> Iterator[str]:
+    setting = SETTINGS[name]
+    yield ""
+    yield from textwrap.wrap(f"--{name} {metavar(setting.kind)}", width(), subsequent_indent="  ")
+    rule = f" {setting.rule[0].upper()}{setting.rule[1:]}." if setting.rule else ""
+    text = f"{help_of(name)}{rule} (default: {value})"
+    yield from textwrap.wrap(text, width(), initial_indent="    ", subsequent_indent="    ")
 
 
 def metavar(kind: Any) -> str:
@@ -191,7 +163,3 @@ def metavar(kind: Any) -> str:
     if kind in _NAMES:
         return _NAMES[kind]
     return "{" + ",".join(map(str, get_args(kind))) + "}"
-
-
-def _default(value: Any) -> list[str]:
-    return [shown(word) for word in value] if isinstance(value, tuple) and value else [shown(value)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from r3.checks.objective import in_effect
+from r3.config import OF_OBJECTIVE, with_values
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rows import columns_of
 from r3.metrics import Mean
@@ -60,7 +60,7 @@ def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
         train={"objective": "sft", "lr": 1e-3, "micro_batch_tokens": 256},
         **sections,
     )
-    config = in_effect(config)
+    config = with_values(config, OF_OBJECTIVE["sft"])
     dataset = load_prompts(
         rows,
         AutoTokenizer.from_pretrained(config.model.path),

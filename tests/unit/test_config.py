@@ -14,6 +14,7 @@ from r3.backends.check import cpu_engine_problems
 from r3.config import ADVANTAGES as ADVANTAGE_NAMES
 from r3.config import LOSSES as LOSS_NAMES
 from r3.config import (
+    OF_OBJECTIVE,
     SETTINGS,
     ConfigError,
     DataConfig,
@@ -572,7 +573,7 @@ KL_IN_REWARD = {
         ),
         (
             {"replay.min_coverage": 0.9},
-            "replay.min_coverage = 0.9 has no effect: it needs replay.mode r3",
+            "replay.min_coverage = 0.9 has no effect: replay.on_missing is error",
         ),
         (
             {"replay.mode": "r2", "replay.on_missing": "live"},
@@ -609,7 +610,7 @@ KL_IN_REWARD = {
             {"replay.shadow_every": 0, "replay.shadow_frac": 0.5},
             "replay.shadow_frac = 0.5 has no effect: replay.shadow_every is 0",
         ),
-        ({"eval.top_p": 0.9}, "eval.top_p = (0.9,) has no effect: eval.temperature 0"),
+        ({"eval.top_p": 0.9}, "eval.top_p = (0.9,) has no effect: eval.temperature is 0.0"),
         ({"eval.pass_at": 1}, "eval.pass_at = (1,) has no effect: eval.samples is 1"),
         ({"data.weights": 2.0}, "data.weights = (2.0,) has no effect: there is one source"),
         ({"reward.correct": "gsm8k"}, "reward.correct = 'gsm8k' has no effect: there is one"),
@@ -735,7 +736,7 @@ def test_what_an_evaluation_alone_reads_is_nothing_to_warn_of() -> None:
     [
         {"replay.mode": "r2"},
         {"env.max_turn_tokens": 8},
-        {"train.objective": "sft", "eval.path": "", "env.name": "calculator"},
+        {"eval.path": "", "env.name": "calculator", "train.objective": "sft"} | OF_OBJECTIVE["sft"],
     ],
     ids=["one update", "one turn", "tools of learned rows"],
 )

@@ -51,4 +51,4 @@ def test_versions_are_those_of_the_lock() -> None:
     pins = locked(MISSING.split(), lock)
     assert "megatron-core==0.16.1" in pins and all(pin in lock for pin in pins)
     with pytest.raises(ValueError, match=r"does not have nonesuch: remove the names from MISSING"):
-        locked(["tyro", "nonesuch"], lock)
+        locked(["rich", "nonesuch"], lock)

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.checks import problems, warnings
-from r3.checks.objective import FIXED, in_effect
-from r3.config import with_values
+from r3.config import OF_OBJECTIVE, with_values
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns
 from r3.models.shape import ModelShape
@@ -167,24 +166,19 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -
         load_prompts(path, tokenizer, **ANSWERS)
 
 
-SFT = with_values(tiny_config(), {"train.objective": "sft", "eval.path": ()})
+SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
 
 
-def test_settings_of_rollouts_are_fixed_and_warned_of() -> None:
-    given = with_values(
-        SFT, {"algo.kl_coef": 0.1, "replay.mode": "r2", "algo.loss": "gspo", "log.show_every": 1}
+def test_another_value_than_the_objective_brings_is_refused() -> None:
+    others = {"algo.kl_coef": 0.1, "replay.mode": "r2", "algo.loss": "gspo", "algo.args": ("a=1",)}
+    found = {each.field: str(each) for each in problems(with_values(SFT, others), 1)}
+    assert found.keys() == others.keys()
+    assert (
+        "train.objective sft needs off. Fix: leave it out, or add --replay.mode off"
+        in (found["replay.mode"])
     )
-    assert problems(given, 1) == []
-    text = "\n".join(warnings(given, 1))
-    for name in ("algo.kl_coef", "replay.mode", "algo.loss", "log.show_every", "engine.dtype"):
-        assert f"{name} = " in text and "no effect" in text
-    effective = in_effect(given)
-    assert all(
-        getattr(getattr(effective, section), field) == value
-        for name, value in FIXED["sft"].items()
-        for section, field in [name.split(".")]
-    )
-    assert in_effect(with_values(SFT, {"train.objective": "rl"})).algo.loss == "ppo_clip"
+    assert "add --algo.args ''" in found["algo.args"]
+    assert problems(SFT, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from r3 import assets
 from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantage
 from r3.checks import load_files, problems, warnings
-from r3.checks.objective import in_effect
-from r3.config import ConfigError, with_values
+from r3.config import OF_OBJECTIVE, ConfigError, with_values
 from r3.models.shape import ModelShape
 from r3.rollout.task import read_task
 from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
@@ -23,7 +22,10 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.unit
 
 TEACHER = str(assets.TINY_MOE_TIES)
-DISTILL = with_values(tiny_config(), {"train.objective": "distill", "algo.teacher": (TEACHER,)})
+DISTILL = with_values(
+    tiny_config(),
+    {**OF_OBJECTIVE["distill"], "train.objective": "distill", "algo.teacher": (TEACHER,)},
+)
 
 
 def test_advantages_of_a_teacher_by_hand() -> None:
@@ -142,26 +144,22 @@ def test_arguments_of_an_advantage_are_refused(
 ) -> None:
     """The advantage is the teacher's; the loss may be the user's."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(
-        "def f(inputs, bounds, tau=0): ...\ndef g(rewards_R, groups_R, x=0): ...\n"
-    )
-    values: dict[str, Any] = {"algo.loss": loss, "algo.args": args, "algo.advantage": "mine.py:g"}
-    config = in_effect(with_values(DISTILL, values))
+    Path("mine.py").write_text("def f(inputs, bounds, tau=0): ...\n")
+    config = with_values(DISTILL, {"algo.loss": loss, "algo.args": args})
     found = problems(config, 2)
     load_files(config, found)
     assert [each.value for each in found if each.field == "algo.args"] == refused
 
 
-def test_settings_without_effect_are_warned_of() -> None:
-    text = "\n".join(warnings(with_values(DISTILL, {"algo.advantage": "rloo"}), 1))
-    assert "algo.advantage = 'rloo' has no effect: train.objective distill" in text
+def test_what_only_rewards_need_is_refused_or_warned_of() -> None:
     kl: dict[str, Any] = {"algo.kl_coef": 0.3, "algo.kl_in": "reward", "algo.kl_estimator": "k1"}
-    config = with_values(DISTILL, kl)
-    text = "\n".join(warnings(config, 1))
-    for setting in ("algo.kl_coef = 0.3", "algo.kl_in = 'reward'"):
-        assert f"{setting} has no effect: train.objective distill" in text
-    assert in_effect(config).algo.kl_coef == 0.0, "no pass of a reference policy"
-    in_loss = with_values(config, {"algo.kl_in": "loss", "algo.kl_estimator": "k2"})
-    assert warnings(in_loss, 1) == warnings(DISTILL, 1) and in_effect(in_loss).algo.kl_coef == 0.3
+    found = {each.field: each.rule for each in problems(with_values(DISTILL, kl), 1)}
+    assert "train.objective distill learns from the teacher alone" in found["algo.kl_in"]
+    (rloo,) = problems(with_values(DISTILL, {"algo.advantage": "rloo"}), 1)
+    assert "train.objective distill needs reinforce_pp" in rloo.rule
+    in_loss = with_values(DISTILL, {"algo.kl_coef": 0.3, "algo.kl_estimator": "k2"})
+    assert problems(in_loss, 1) == [] and warnings(in_loss, 1) == warnings(DISTILL, 1)
+    text = "\n".join(warnings(with_values(DISTILL, {"algo.overlong_buffer": 4}), 1))
+    assert "algo.overlong_buffer = 4 has no effect: train.objective is distill" in text
     text = "\n".join(warnings(with_values(tiny_config(), {"algo.teacher_coef": 2.0}), 1))
     assert "algo.teacher_coef = 2.0 has no effect: algo.teacher is empty" in text

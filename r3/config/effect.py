@@ -1,0 +1,184 @@
+"""Settings without effect, which follow from `needs` at their fields, and doubtful combinations.
+
+A word of `needs` is one of:
+
+    algo.kl_coef                    that setting is not 0, false, none or empty
+    algo.loss=ppo_clip|minirl       it has one of these values, or is a function of the user's file
+    training                        a condition of `_unmet`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from r3.config.fields import as_typed, shown
+from r3.config.settings import SETTINGS, Config, flatten
+from r3.config.train import LOSSES
+
+_UNTIMED_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none", "self_judge"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What settings alone do not say: facts of the model, if it can be read."""
+
+    is_dense: bool = False
+    has_exact_router: bool = False  # the engine computes router logits in float32
+
+
+def without_effect(config: Config, given: Collection[str] | None, around: Around) -> list[str]:
+    """A warning per setting that others make ineffective, with the reason.
+
+    Args:
+        config: the settings.
+        given: settings that the user named; None: all. A preset's own settings are not warned of.
+        around: facts beside the settings.
+    """
+    values, unmet = flatten(config), _unmet(config, around)
+    notes = []
+    for name, declared in SETTINGS.items():
+        if values[name] == declared.default or (given is not None and name not in given):
+            continue
+        reasons = (_reason(need, values, unmet) for need in declared.needs.split())
+        if reason := next(filter(None, reasons), ""):
+            notes.append(f"{name} = {values[name]!r} has no effect: {reason}")
+    return notes
+
+
+def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
+    """Why a word of `needs` does not hold; "" where it does."""
+    if need in unmet:
+        return unmet[need]
+    name, is_equal, wanted = need.partition("=")
+    value = values[name]
+    entries = [as_typed(each) for each in (value if isinstance(value, tuple) else (value,))]
+    if is_equal:
+        holds = any(each in wanted.split("|") or ".py:" in each for each in entries)
+    else:
+        holds = any(each not in ("", "0", "0.0", "false", "none") for each in entries)
+    return "" if holds else f"{name} is {shown(value)}"
+
+
+def _unmet(config: Config, around: Around) -> dict[str, str]:
+    """Every condition with the reason why it does not hold; "" where it does."""
+    algo, train, env = config.algo, config.train, config.env
+    is_sft, is_distill = train.objective == "sft", train.objective == "distill"
+    mode = config.replay.mode
+    of_sets = [each for each in config.eval.env if each]
+    used = set(config.reward_functions)
+    one_update = train.updates_of_step == 1 and algo.correction != "bypass" and algo.loss in LOSSES
+    on_policy = "with one update per step the policy is pi_old: r is 1" if one_update else ""
+    no_ratio = "algo.loss is pg, which has no ratio" if algo.loss == "pg" else ""
+    masks = algo.correction in ("token_mis", "sequence_mis", "geometric_mask", "icepop")
+    truncates = algo.correction in ("token_tis", "sequence_tis")
+    nothing = "train.objective is sft and eval.path is empty, so nothing is sampled"
+    training = "eval.only trains nothing" if config.eval.only else ""
+    rollouts = training or ("train.objective is sft" if is_sft else "")
+    sampling = "" if config.uses_engine else nothing
+    dense = "the model is dense" if around.is_dense else ""
+    replay = rollouts or dense or ("replay.mode is off" if mode == "off" else "")
+    fails = {
+        "turns": (
+            env.name == "single_turn" and env.is_built_in and not of_sets,
+            "env.name is single_turn",
+        ),
+        "waits": (
+            not env.command
+            and not env.workers
+            and not any(":" in each for each in (env.path, *of_sets)),
+            "the environment is a built-in one, which runs at once",
+        ),
+        "messages": (
+            bool(env.command) and not of_sets,
+            "the environment is a workflow, which builds its own prompts",
+        ),
+        "workflow": (
+            env.is_built_in,  # a class is known when its file is loaded
+            "only workflows reward calls, and the environment is none",
+        ),
+        "rounded_router": (
+            config.engine.dtype == "float32" or around.has_exact_router,
+            "the engine's router logits are float32",
+        ),
+        "rounding": (
+            config.model.dtype == config.engine.dtype == "float32",
+            "policy and engine are float32 throughout",
+        ),
+        "low_bound": (not masks, f"algo.correction {algo.correction} has no lower bound"),
+        "high_bound": (not masks and not truncates, f"algo.correction is {algo.correction}"),
+        "sources": (len(config.data.path) == 1, "there is one source of rows"),
+        "several_rewards": (
+            len(config.reward.function) == 1,
+            "there is one reward function, which decides",
+        ),
+        "judge": (not used & {"http", "self_judge"}, "no reward function is http or self_judge"),
+        "calls": (
+            used <= _UNTIMED_REWARDS,
+            "built-in functions and self_judge have no time limit and are not retried",
+        ),
+        "processes": (
+            not any(":" in each or each == "math" for each in used),
+            "no reward function is math or one of your files",
+        ),
+        "decay": (train.lr_schedule == "constant", "train.lr_schedule is constant"),
+        "samples": (max(config.eval.samples, default=1) == 1, "eval.samples is 1"),
+        **{
+            kind: (kind not in used, f"no reward function is {kind}")
+            for kind in ("http", "self_judge", "model", "row")
+        },
+    }
+    return {
+        "training": training,
+        "moe": dense,
+        "rollouts": rollouts,
+        "sampling": sampling,
+        "rewards": rollouts or ("train.objective is distill" if is_distill else ""),
+        "replay": replay,
+        "r3": replay or ("" if mode == "r3" else f"replay.mode is {mode}"),
+        "ratio": rollouts or no_ratio or on_policy,
+        # cispo needs 1, which is no bound.
+        "low_ratio": rollouts or no_ratio or ("" if algo.loss == "cispo" else on_policy),
+        # With aggregation constant the loss is divided by the length of responses.
+        "length": "" if is_sft and algo.aggregation == "constant" else sampling,
+        **{name: reason if is_unmet else "" for name, (is_unmet, reason) in fails.items()},
+    }
+
+
+def doubtful(config: Config, around: Around) -> list[str]:
+    """Settings that work but are seldom meant."""
+    model, engine, train, algo = config.model, config.engine, config.train, config.algo
+    rollout, notes = config.rollout, list[str]()
+    if not config.eval.only:
+        if train.warmup_updates > train.total_updates:
+            notes.append(
+                f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of "
+                f"{train.total_updates} updates"
+            )
+        is_stale = bool(rollout.step_token_budget and rollout.max_staleness)
+        if is_stale and algo.correction == "none" and algo.loss in LOSSES and algo.loss != "minirl":
+            notes.append(
+                "rollout.max_staleness lets older policies sample, and no weight pi_old / mu "
+                "corrects their tokens: use --algo.correction token_tis, another correction, or "
+                "--algo.loss minirl"
+            )
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            notes.append(
+                "rollout.top_p and top_k restrict the engine's distribution but not the policy's: "
+                "mismatch metrics and importance weights include that difference"
+            )
+    if around.is_dense and config.replay.mode != "off":
+        mode = config.replay.mode
+        notes.append(f"replay.mode = {mode!r} has no effect: the model is dense, without routers")
+    if around.is_dense and model.recompute == "moe":
+        notes.append(
+            "model.recompute = 'moe' has no effect: the model is dense. Use full to recompute "
+            "every layer"
+        )
+    if model.dtype == "float32" and engine.dtype == "bfloat16":
+        notes.append(
+            "model.dtype is float32 and engine.dtype bfloat16: the engine rounds every weight. "
+            "This dominates the mismatch, and replay cannot remove it. Use one dtype for both"
+        )
+    return notes
