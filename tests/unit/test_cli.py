@@ -301,7 +301,7 @@ def test_two_environments_of_one_file_are_refused(
 def test_a_missing_file_is_named_once_with_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["tiny", "--parallel.ep", "1", "--reward.function", "no.py:f", "no.py:g"]
+    argv = ["tiny", "--parallel.ep", "1", "--reward.function", "no.py:f"]
     message = refusal(capsys, *argv)
     assert message.count("there is no file no.py") == 1, message
     assert f"relative paths begin at {tmp_path}, where the run starts" in message
