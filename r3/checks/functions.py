@@ -84,7 +84,7 @@ def check_algorithm(config: Config, found: Findings) -> None:
     algo = config.algo
     for role, spec in algo.own_functions.items():
         check_file(spec, f"algo.{role}", found)
-    if algo.args and not algo.own_functions:
+    if found.sound("algo.args") and algo.args and not algo.own_functions:
         rule = "is for a function or class of yours, and none is set"
         found.add("algo.args", rule, "leave it out", value=algo.args[0])
     if algo.loss == "minirl" and algo.correction != "none":
@@ -244,7 +244,7 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     for function in dict.fromkeys(reward.function):
         check_reward_function(function, found, "reward.function")
     used = config.reward_functions
-    if reward.args and not any(":" in spec for spec in used):
+    if found.sound("reward.args") and reward.args and not any(":" in spec for spec in used):
         rule = "is for a function or class of yours, and none is set"
         found.add("reward.args", rule, "leave it out", value=reward.args[0])
     if "row" in used:
