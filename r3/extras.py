@@ -16,7 +16,7 @@ one when it is needed, and says when that is.
 | `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
-| `tools.library_rows` | `data.path` or `eval.path` hub:, gym:, a folder of `datasets` |
+| `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
 | `lora` | `lora.rank` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |

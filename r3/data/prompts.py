@@ -167,7 +167,7 @@ def _too_long(
     if columns.section == "eval":  # no question is left out without a word
         fix = "shorten them, lower --eval.max_tokens, or leave the rows out yourself"
     elif not columns.supervised:
-        fix += ", or give them more room (data.max_prompt_tokens, rollout.max_response_tokens)"
+        fix += ", or give them more room (data.max_prompt_tokens, or shorter responses)"
     return RowProblem(source, 0, columns.prompt, rule, fix)
 
 

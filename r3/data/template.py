@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from r3.config import ConfigError
 from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule, TemplateFault
 from r3.models.families import text_model
@@ -92,32 +93,34 @@ def load_tokenizer(path: str | Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
 
 
-def tokenizer_of(field: str, path: str) -> Any:
+def tokenizer_of(field: str, path: str, shape: ModelShape) -> Any:
     """Load the tokenizer of the model that a setting names.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: it cannot be loaded, or cannot belong to a model of this shape.
     """
     try:
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy the tokenizer's files from the original model again, or save a fast tokenizer"
         raise problem(field, path, rule, fix) from None
-
-
-def tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
-    """Why a tokenizer cannot belong to the model; "" if it can."""
     # Ids may have gaps, so their number is not enough.
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    rule = ""
     if largest >= shape.vocab_size:
-        return (
-            f"its tokenizer has a token {largest} ({token!r}) and its model {shape.vocab_size} "
-            "tokens (vocab_size)"
-        )
-    if tokenizer.eos_token_id is None:
-        return "its tokenizer names no eos_token, so that no response would end"
-    return ""
+        has = f"its tokenizer has a token {largest} ({token!r})"
+        rule = f"{has} and its model {shape.vocab_size} tokens (vocab_size)"
+    elif tokenizer.eos_token_id is None:
+        rule = "its tokenizer names no eos_token, so that no response would end"
+    if rule:
+        raise problem(field, path, rule, "copy tokenizer and config.json of one model")
+    return tokenizer
+
+
+def model_problem(path: str | Path, rule: str, fix: str) -> ConfigError:
+    """The error of a model's tokenizer or chat template."""
+    return problem("model.path", str(path), rule, fix)
 
 
 class Renderer:
@@ -419,7 +422,7 @@ def _named_ends(tokenizer: Any) -> list[int]:
             else:
                 rule = f"names {named!r} as eos_token_id, which is no token id or list of them"
         if rule:
-            raise problem("model.path", str(file), rule, "copy it from the original model again")
+            raise model_problem(file, rule, "copy it from the original model again")
     return ends
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from r3.config import ConfigError
 from r3.data.rendering import TemplateFault
-from r3.data.template import PLACEHOLDER, Renderer
+from r3.data.template import PLACEHOLDER, Renderer, model_problem
 from r3.types import Message
-from r3.user_code.loading import problem
 
 
 class Chat:
@@ -54,7 +53,7 @@ class Chat:
 
         def refuse(rule: str, other: str = "--env.name single_turn") -> ConfigError:
             fix = f"use a chat template that only appends turns, another model, or {other}"
-            return problem("model.path", model_path, f"its chat template {rule}", fix)
+            return model_problem(model_path, f"its chat template {rule}", fix)
 
         for role in ("user", "tool") if tools else ("user",):
             new = [{"role": role, "content": "e"}]

@@ -8,7 +8,7 @@ from r3.checks.findings import Findings
 from r3.checks.layout import check_layout
 from r3.checks.model import add_fault, local_folder
 from r3.config import Config, Problem
-from r3.data.template import tokenizer_fault, tokenizer_of
+from r3.data.template import tokenizer_of
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.shape import ModelShape, ShapeError
 
@@ -78,17 +78,15 @@ def token_problems(config: Config, tokenizer: Any) -> list[Problem]:
     problems = []
     own = tokenizer.get_vocab()
     for path in dict.fromkeys(config.algo.teacher):
-        theirs = tokenizer_of("algo.teacher", path)
+        theirs = tokenizer_of("algo.teacher", path, ModelShape.read(path))
         vocabulary = theirs.get_vocab()
         differing = [token for token, at in own.items() if vocabulary.get(token) != at]
-        rule = tokenizer_fault(theirs, ModelShape.read(path))
         if differing:
             token = differing[0]
             rule = (
                 f"its tokenizer differs from the policy's in {len(differing)} of {len(own)} tokens,"
                 f" such as {token!r}: {own[token]} here, {vocabulary.get(token, 'none')} there"
             )
-        if rule:
             fix = "use a teacher of the same family; a token must be the same text in both"
             problems.append(Problem("algo.teacher", path, rule, fix))
     return problems

@@ -10,14 +10,13 @@ from typing import Any
 
 from r3 import extras
 from r3.config import EnvConfig
-from r3.data.template import Renderer
+from r3.data.template import Renderer, model_problem
 from r3.engine import CaptureSpec, Sampling
 from r3.envs.chat import Chat
 from r3.envs.find import find, is_workflow
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.types import Message, Prompt, Rollout
-from r3.user_code.loading import problem
 
 # More characters per token that is left are taken not to fit, without counting their tokens: that
 # would take the engine's time. Tokens of text have three or four characters.
@@ -71,7 +70,7 @@ class ConversationSetup:
                 f"{header!r}, which the model would have to write"
             )
             fix = "use a chat template that writes it if add_generation_prompt is set"
-            raise problem("model.path", model_path, rule, fix)
+            raise model_problem(model_path, rule, fix)
         parser = MessageReader(built_in)
         if settings.tool_parser or settings.reasoning_parser:
             parser = extras.message_parser(settings, tokenizer, template_kwargs)

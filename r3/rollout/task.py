@@ -16,7 +16,7 @@ from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
-from r3.data.template import tokenizer_fault, tokenizer_of
+from r3.data.template import tokenizer_of
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
@@ -24,7 +24,6 @@ from r3.rollout.heldout import HeldOut
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
 from r3.user_code.algorithm import advantage_of, loss_of
-from r3.user_code.loading import problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +110,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse(_unfit(config, shape, world_size))
-    tokenizer = tokenizer_of("model.path", config.model.path)
-    if rule := tokenizer_fault(tokenizer, shape):
-        fix = "copy tokenizer and config.json of one model"
-        raise problem("model.path", config.model.path, rule, fix)
+    tokenizer = tokenizer_of("model.path", config.model.path, shape)
     if config.algo.teacher:
         _refuse(extras.teacher_rules().token_problems(config, tokenizer))
     template_kwargs = keyword_arguments(config.data.template_kwargs)

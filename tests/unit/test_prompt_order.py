@@ -122,7 +122,7 @@ def test_too_long_rows_are_one_problem_that_names_the_longest(
         f"3 of 4 rows are longer than {limit} tokens with the chat template; the longest has "
     )
     assert problem.rule.endswith(f" ({path}:3)")
-    assert "--data.on_too_long drop" in problem.fix and "rollout.max_response_tokens" in problem.fix
+    assert "--data.on_too_long drop" in problem.fix and "data.max_prompt_tokens" in problem.fix
     with pytest.raises(DataError, match="1 of 1 row is longer than"):
         load_prompts(write(tmp_path, long[0]), tokenizer, **OPTIONS)
 
