@@ -41,7 +41,7 @@ from r3.models.hub import is_hub
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision
 from r3.policy.transformer_config import transformer_config
-from r3.policy.weight_slots import load, slots, split
+from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir, step_folders
@@ -194,7 +194,7 @@ def _tensors(
     chunks: list[object], shape: ModelShape, mesh: Mesh
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for slot in slots(chunks, shape, mesh):
-        yield from zip(slot.hf, split(slot.kind, slot.tensor, shape), strict=True)
+        yield from named(slot, slot.tensor, shape)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.tensors import planned_shards
 from r3.policy import NONE_MADE, Passes, Policy, policy_loss
+from r3.policy.weight_slots import Slot
 from r3.rollout.scored import Scored
 from r3.run import checkpoint
 from r3.runtime.device import Device
@@ -84,6 +86,10 @@ def require_planned(policy: Policy) -> None:
     parallel, device = policy.config.parallel, policy.device
     size = BYTES_OF[policy.config.model.dtype]
     planned = planned_shards(policy.shape, parallel, device.world_size, device.rank, size)
+    if policy.config.model.experts == "sequential":  # whose experts have tensors of their own
+        names = {name for slot in policy.slots for name in slot.hf}
+        assert names == {name for each in planned for name in each.hf}
+        return
     assert {
         (slot.name, slot.hf, slot.kind, slot.index, slot.count, tuple(slot.tensor.shape), slot.rows)
         for slot in policy.slots
@@ -126,8 +132,17 @@ def batches_of(
     return batches
 
 
+def by_expert(slot: Slot, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of a slot by Megatron's name, those of experts one by one."""
+    if slot.experts is None:
+        yield slot.name, tensor
+        return
+    for number, one in enumerate(tensor, slot.experts.first):
+        yield replace(slot.experts, first=number, count=1).name, one
+
+
 def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
-    """Reduced gradients of this rank's tensors by global Megatron name: (kind, shard, gradient)."""
+    """Reduced gradients of this rank's tensors by Megatron's name: (kind, shard, gradient)."""
     found: dict[str, tuple[str, int, torch.Tensor]] = {}
     buffers = [
         b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)

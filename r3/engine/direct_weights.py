@@ -8,18 +8,14 @@ none of that. On CPU vLLM's own functions pack each layer again, as its processo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.experts import (
-    ExpertBlock,
-    StackedExperts,
-    expert_matrices,
-    plain_experts,
-)
+from r3.engine.experts import StackedExperts, expert_layers, expert_leaves, plain_experts
+from r3.models.tensors import Experts
 
 if TYPE_CHECKING:
     from r3.models.shape import ModelShape
@@ -41,7 +37,6 @@ _OTHER_NAMES = (
 )
 # Made by latent attention from kv_b_proj at the end of a load.
 DERIVED = ("W_UV", "W_UK", "W_UK_T")
-_EXPERTS = ("w13_weight", "w2_weight")
 # Classes of `quant_method` of layers that multiply by their parameters as these are; norms have
 # none.
 _PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -217,7 +212,7 @@ class DirectWeights:
         targets: every parameter but those of experts.
         places: checkpoint tensor -> the parameters that it fills, and where.
         experts: decoder layer -> name of its experts, and their module.
-        matrices: name of an expert's weight -> (decoder layer, expert, part).
+        layers: checkpoint tensor of an expert -> decoder layer.
         shape: sizes of the model.
         rank, ranks: this rank among those of the engine.
     """
@@ -225,7 +220,7 @@ class DirectWeights:
     targets: list[Target] = field(default_factory=list)
     places: dict[str, list[tuple[Target, Piece]]] = field(default_factory=dict)
     experts: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    matrices: dict[str, tuple[int, int, int]]
+    layers: Mapping[str, int]
     shape: ModelShape
     rank: int
     ranks: int
@@ -236,8 +231,8 @@ class DirectWeights:
         while len(found) > before:
             before = len(found)
             targets = {id(target) for name in found for target, _ in self.places.get(name, ())}
-            layers = {self.matrices[name][0] for name in found if name in self.matrices}
-            found |= {name for name, (layer, _, _) in self.matrices.items() if layer in layers}
+            layers = {self.layers[name] for name in found if name in self.layers}
+            found |= {name for name, layer in self.layers.items() if layer in layers}
             found |= {
                 name
                 for name, places in self.places.items()
@@ -247,41 +242,36 @@ class DirectWeights:
 
     def load(
         self,
-        weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
+        weights: Iterable[tuple[str | Experts, torch.Tensor]],
         only: Collection[str] | None = None,
     ) -> set[str]:
-        """Copy full tensors and blocks of experts; return the parameters that are incomplete.
+        """Copy full tensors; return the parameters that are incomplete.
 
         Args:
             only: names of tensors, as `beside` returns them: other parameters keep their values.
         """
-        names = self.places.keys() | self.matrices.keys() if only is None else only
+        names = self.places.keys() | self.layers.keys() if only is None else only
         for name in names:
             for target, _ in self.places.get(name, ()):
                 target.missing = target.pieces
-        layers = {self.matrices[name][0] for name in names if name in self.matrices}
+        layers = {self.layers[name] for name in names if name in self.layers}
         stacked = {layer: self._stacked(layer) for layer in sorted(layers)}
-        for item in weights:
-            if isinstance(item, ExpertBlock):
-                layer = item.layer
-                stacked[layer].copy_block(item)
-            else:
-                name, full = item
-                for target, piece in self.places.get(name, ()):
+        for key, full in weights:
+            if not isinstance(key, Experts):
+                for target, piece in self.places.get(key, ()):
                     target.fill(full.detach(), piece, self.rank, self.ranks)
-                if name not in self.matrices:
-                    continue
-                layer, expert, part = self.matrices[name]
-                stacked[layer].copy(expert, part, full.detach())
-            if stacked[layer].is_complete:
-                _, module = self.experts[layer]
+                continue
+            stacked[key.layer].copy(key, full.detach())
+            if stacked[key.layer].is_complete:
+                _, module = self.experts[key.layer]
                 if module.w13_weight.device.type == "cpu":
                     kernel = module.quant_method.moe_kernel.fused_experts
                     kernel.process_weights_after_loading(module)
-                del stacked[layer]  # and what was packed, before the next layer
+                del stacked[key.layer]  # and what was packed, before the next layer
         missing = {target.name for target in self.targets if target.missing}
         for layer in stacked:
-            missing |= {f"{self.experts[layer][0]}.{leaf}" for leaf in _EXPERTS}
+            path, leaves = self.experts[layer][0], expert_leaves(self.shape).values()
+            missing |= {f"{path}.{leaf}" for leaf in leaves}
         return missing
 
     def _stacked(self, layer: int) -> StackedExperts:
@@ -303,7 +293,7 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    found = DirectWeights(matrices=expert_matrices(shape), shape=shape, rank=rank, ranks=ranks)
+    found = DirectWeights(layers=expert_layers(shape), shape=shape, rank=rank, ranks=ranks)
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             stacked = plain_experts(module, shape)

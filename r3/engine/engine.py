@@ -6,16 +6,15 @@ Calls in a wrong order raise `EngineStateError`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from r3 import extras
 from r3.engine.build import build_llm
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
-from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import CaptureSpec, Sampler
@@ -28,11 +27,27 @@ if TYPE_CHECKING:
 
     from r3.config import Config
     from r3.models.shape import ModelShape
+    from r3.models.tensors import Experts
     from r3.runtime.device import Device
 
 
 class EngineStateError(RuntimeError):
     """A call would sample from stale or absent weights, or touch memory that the policy owns."""
+
+
+class Weights(Protocol):
+    """A policy's weights, as the engine reads them.
+
+    Attributes:
+        shapes: Hugging Face name -> shape of every tensor.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read_blocks(
+        self, only: Collection[str] | None
+    ) -> Iterator[tuple[str | Experts, torch.Tensor]]:
+        """Yield full tensors, those of neighbouring experts stacked: all, or those in `only`."""
 
 
 class Engine:
@@ -146,33 +161,24 @@ class Engine:
         return self._plan.beside(changed) if self._plan and self._has_weights else None
 
     def load_weights(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
-        *,
-        policy_version: int,
-        only: Collection[str] | None = None,
+        self, weights: Weights, *, policy_version: int, only: Collection[str] | None = None
     ) -> None:
         """Replace all weights, or some. All ranks of one engine must call.
 
         Args:
-            shapes: name -> shape of all of the policy's tensors. They are compared with the model
-                before anything is changed.
-            weights: Hugging Face names and full tensors, and blocks of experts, streamed. A tensor
-                must stay unchanged until this returns.
+            weights: the policy's. A tensor must stay unchanged until this returns.
             policy_version: version of the policy that the weights belong to.
-            only: names of the tensors that `weights` will yield, from `needed`; None: of all.
+            only: names of the tensors to read, from `needed`; None: all.
 
         Raises:
             EngineStateError: the weight memory is asleep, or the other weights are not there.
-            WeightMismatch: a tensor is missing, unknown, misshaped or duplicate, or a parameter of
-                the engine has a layout that R3 does not know.
+            WeightMismatch: a tensor is missing, unknown or misshaped, nothing filled a parameter of
+                the engine, or one has a layout that R3 does not know.
         """
         self._require_weights("load_weights")
         if only is not None and not self._has_weights:
             raise EngineStateError("load_weights of some tensors: the engine has no others")
-        expected = self.shape.tensor_shapes
-        wanted = set(expected if only is None else only)
+        expected, shapes = self.shape.tensor_shapes, weights.shapes
         problems = [f"missing {name}" for name in sorted(expected.keys() - shapes.keys())]
         problems += [f"unknown {name}" for name in sorted(shapes.keys() - expected.keys())]
         problems += [
@@ -185,49 +191,24 @@ class Engine:
         self._stale_cache = True
         self._has_weights = False
         self.policy_version = -1  # until everything is in, the engine is no version of the policy
-        delivered: set[str] = set()
-
-        def counted() -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
-            for item in weights:
-                if isinstance(item, ExpertBlock):
-                    names, fits = item.names(self.shape), item.fits(self.shape)
-                    size = tuple(item.tensor.shape)
-                else:
-                    names, size = [item[0]], tuple(item[1].shape)
-                    fits = expected.get(item[0]) == size
-                if not fits or not wanted.issuperset(names) or not delivered.isdisjoint(names):
-                    raise WeightMismatch(
-                        f"{names[0]} {size}: unexpected, misshaped or duplicate tensor"
-                    )
-                delivered.update(names)
-                yield item
-
-        pushed = push(self.llm, counted(), self.shape, only=only)
+        pushed = push(self.llm, weights.read_blocks(only), self.shape, only=only)
         self._plan = pushed.plan
-        problems = [f"announced but not delivered: {name}" for name in sorted(wanted - delivered)]
-        problems += [
-            f"engine parameter left at its old value: {name}" for name in sorted(pushed.unloaded)
-        ]
-        if problems:
-            raise WeightMismatch(
-                _listing("the engine is incomplete; push all weights again", problems)
-            )
+        if pushed.unloaded:
+            left = [f"engine parameter left at its old value: {x}" for x in sorted(pushed.unloaded)]
+            raise WeightMismatch(_listing("the engine is incomplete; push all weights again", left))
         if pushed.why and self.is_leader and not self.why_reloaded:
             say(f"note: rank {self.device.rank}: {pushed.note}")
         self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
         self.policy_version, self._has_weights = policy_version, True
 
-    def compare_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+    def compare_weights(self, weights: Weights) -> Comparison:
         """Compare what the kernels read with the policy's weights, element by element.
-
-        Args:
-            weights: full tensors under their Hugging Face names.
 
         Raises:
             EngineStateError: the weight memory is asleep.
         """
         self._require_weights("compare_weights")
-        return compare(self.llm, weights, self.shape)
+        return compare(self.llm, weights.read_blocks(None), self.shape)
 
     def reset_cache(self) -> None:
         """Drop cached prefixes: their KV and routes belong to older weights.

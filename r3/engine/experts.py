@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.models.tensors import Experts
+
 if TYPE_CHECKING:
     from r3.models.shape import ModelShape
 
@@ -22,69 +24,31 @@ if TYPE_CHECKING:
 _PLAIN_KERNELS = ("TRITON", "CPU")
 
 
-@cache
-def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
-    """Map the name of every expert tensor to (decoder layer, expert, part).
+def expert_leaves(shape: ModelShape) -> dict[str, str]:
+    """The parameters in vLLM that hold the experts of a layer, by the part that fills them."""
+    leaves = {"linear_fc1.weight": "w13_weight", "linear_fc2.weight": "w2_weight"}
+    biases = {"linear_fc1.bias": "w13_bias", "linear_fc2.bias": "w2_bias"}
+    return leaves | biases if shape.has_biases else leaves
 
-    Parts are 0 gate, 1 up and 2 down, and their biases, if experts have some, 3, 4 and 5.
-    """
+
+@cache
+def expert_layers(shape: ModelShape) -> dict[str, int]:
+    """Map the name of every tensor of an expert in the checkpoint to its decoder layer."""
     return {
-        _name(shape, layer, expert, part): (layer, expert, part)
+        name: layer
         for layer in shape.moe_layers
-        for expert in range(shape.num_experts)
-        for part in range(6 if shape.has_biases else 3)
+        for part in expert_leaves(shape)
+        for name in Experts(layer=layer, first=0, count=shape.num_experts, part=part).names(shape)
     }
 
 
-def expert_leaves(shape: ModelShape) -> tuple[str, ...]:
-    """Names of the parameters that hold the experts of a layer in vLLM."""
-    biases = ("w13_bias", "w2_bias") if shape.has_biases else ()
-    return ("w13_weight", "w2_weight", *biases)
-
-
-def _name(shape: ModelShape, layer: int, expert: int, part: int) -> str:
-    names, (kind, piece) = shape.moe_names, divmod(part, 3)
-    path = f"{names.expert.format(e=expert)}.{names.gate_up_down[piece]}"
-    return f"model.layers.{layer}.{path}.{('weight', 'bias')[kind]}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertBlock:
-    """Full weights of neighbouring experts of one layer, as the policy has them.
-
-    Attributes:
-        layer: number in the decoder.
-        first: number of the first expert.
-        is_down: whether `tensor` is down `[n, D, F]`, or gate over up `[n, 2F, D]`.
-    """
-
-    layer: int
-    first: int
-    is_down: bool
-    tensor: torch.Tensor
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """(expert, part) of every matrix, in order."""
-        parts = (2,) if self.is_down else (0, 1)
-        experts = range(self.first, self.first + len(self.tensor))
-        return [(expert, part) for expert in experts for part in parts]
-
-    def names(self, shape: ModelShape) -> list[str]:
-        """Hugging Face names of the matrices."""
-        return [_name(shape, self.layer, *place) for place in self.places]
-
-    def matrices(self, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and matrices, as views."""
-        parts = 1 if self.is_down else 2
-        views = (part for full in self.tensor for part in full.chunk(parts))
-        return zip(self.names(shape), views, strict=True)
-
-    def fits(self, shape: ModelShape) -> bool:
-        """Whether the tensor has the shape that `matrices` takes for granted."""
-        width, hidden = shape.moe_ffn_size, shape.hidden_size
-        each = (hidden, width) if self.is_down else (2 * width, hidden)
-        return tuple(self.tensor.shape[1:]) == each
+def matrices(
+    experts: Experts, full: torch.Tensor, shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of single experts, as the checkpoint has them."""
+    names = experts.names(shape)
+    each = len(names) // experts.count
+    yield from zip(names, (part for one in full for part in one.chunk(each)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,76 +56,50 @@ class StackedExperts:
     """The routed experts of one MoE layer on one rank of the engine.
 
     Attributes:
-        w13: `[E, 2F/tp, D]`, this rank's rows of gate over its rows of up.
-        w2: `[E, D, F/tp]`, this rank's columns of down.
+        held: by part: `[E, 2F/tp, D]`, this rank's rows of gate over its rows of up; `[E, D,
+            F/tp]`, its columns of down; and where experts have biases, `[E, 2F/tp]` and `[E, D]`,
+            of which the first rank adds the second.
         rank: number of this rank among the tp ranks of the engine.
-        biases: of w13 `[E, 2F/tp]` and w2 `[E, D]`; None = experts have none. That of w2 is added
-            by the first rank.
         alternates: rows of gate and up alternate.
-        copied: the tensors that were copied, (expert, part).
+        copied: what was copied, (part, expert).
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    held: Mapping[str, torch.Tensor]
     rank: int
-    biases: tuple[torch.Tensor, torch.Tensor] | None = None
     alternates: bool = False
-    copied: set[tuple[int, int]] = field(default_factory=set)
+    copied: set[tuple[str, int]] = field(default_factory=set)
 
-    def copy(self, expert: int, part: int, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full tensor.
+    def copy(self, experts: Experts, full: torch.Tensor) -> None:
+        """Copy this rank's part of a full tensor."""
+        stop = experts.first + experts.count
+        target = self.held[experts.part][experts.first : stop]
+        if experts.part.startswith("linear_fc1"):
+            split = (-1, 2) if self.alternates else (2, -1)
+            target = target.unflatten(1, split)
+            target = target.transpose(1, 2) if self.alternates else target
+        target.copy_(self._own(experts.part, full))
+        self.copied.update((experts.part, e) for e in range(experts.first, stop))
 
-        Args:
-            part: as of `expert_matrices`.
-            full: `[F, D]` of gate or up, `[D, F]` of down; `[F]` and `[D]` of biases.
-        """
-        target = self.place(expert, part)
-        target.copy_(self.local(full, part))
-        self.copied.add((expert, part))
+    def rows(self, part: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor as it lies in `held`."""
+        own = self._own(part, full)
+        if part.startswith("linear_fc1"):
+            own = (own.transpose(1, 2) if self.alternates else own).flatten(1, 2)
+        return own
 
-    def local(self, full: torch.Tensor, part: int) -> torch.Tensor:
-        """Return this rank's part of a full tensor."""
-        width = self.w2.shape[-1]
-        if part == 5:
+    def _own(self, part: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part: `[n, 2, F/tp, ...]` of gate and up, `[n, D, F/tp]`, `[n, D]`."""
+        if part == "linear_fc2.bias":
             return full if self.rank == 0 else torch.zeros_like(full)
-        return full.narrow(1 if part == 2 else 0, self.rank * width, width)
-
-    def place(self, expert: int, part: int) -> torch.Tensor:
-        """Return where a tensor's part lies, as a view."""
-        kind, piece = divmod(part, 3)
-        both = (self.w13, self.w2) if kind == 0 else self.biases
-        assert both is not None, "experts of this model have no biases"
-        if piece == 2:
-            return both[1][expert]
-        return self._gate_and_up(both[0][expert], 0).select(0, piece)
-
-    def rows_of(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of gate and up as they lie in `w13`."""
-        return (
-            torch.stack([gate, up], 1).flatten(0, 1) if self.alternates else torch.cat([gate, up])
-        )
-
-    def _gate_and_up(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
-        """View the rows of gate and up along `dim` as [..., 2, F/tp, ...]."""
-        if self.alternates:
-            return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
-        return rows.unflatten(dim, (2, -1))
-
-    def copy_block(self, block: ExpertBlock) -> None:
-        """Copy this rank's part of a block."""
-        width, stop = self.w2.shape[-1], block.first + len(block.tensor)
-        if block.is_down:
-            target, full = self.w2, block.tensor
-        else:
-            target, full = self._gate_and_up(self.w13, 1), block.tensor.unflatten(1, (2, -1))
-        # [n, D, F] and [n, 2, F, D]: the width that tp ranks share is dimension 2 of both.
-        target[block.first : stop].copy_(full.narrow(2, self.rank * width, width))
-        self.copied.update(block.places)
+        if part.startswith("linear_fc1"):
+            full = full.unflatten(1, (2, -1))
+        width = self.held["linear_fc2.weight"].shape[-1]
+        return full.narrow(2, self.rank * width, width)
 
     @property
     def is_complete(self) -> bool:
         """Whether every tensor of every expert was copied."""
-        return len(self.copied) == (6 if self.biases else 3) * len(self.w13)
+        return len(self.copied) == sum(map(len, self.held.values()))
 
 
 def plain_experts(
@@ -174,7 +112,7 @@ def plain_experts(
             that it has.
     """
     if tensors is None:
-        tensors = {leaf: getattr(module, leaf) for leaf in expert_leaves(shape)}
+        tensors = {leaf: getattr(module, leaf) for leaf in expert_leaves(shape).values()}
     method = module.quant_method
     backend = getattr(getattr(method, "unquantized_backend", None), "name", "unknown")
     if backend not in _PLAIN_KERNELS:
@@ -197,11 +135,8 @@ def plain_experts(
         return f"its parameters are {actual}, not {expected}"
     if not all(tensor.is_contiguous() for tensor in own.values()):
         return "its parameters are not contiguous"
-    w13, w2, *biases = (tensors[leaf].data for leaf in expert_leaves(shape))
     return StackedExperts(
-        w13=w13,
-        w2=w2,
+        held={part: tensors[leaf].data for part, leaf in expert_leaves(shape).items()},
         rank=parallel.tp_rank,
-        biases=(biases[0], biases[1]) if biases else None,
         alternates=shape.moe_names.alternates,
     )

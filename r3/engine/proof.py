@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.direct_weights import DERIVED, Piece, as_made, part_of_rank, pieces_of
-from r3.engine.experts import StackedExperts, expert_leaves, expert_matrices, plain_experts
+from r3.engine.experts import StackedExperts, expert_leaves, plain_experts
+from r3.models.tensors import Experts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,13 +38,14 @@ class Comparison:
     uncompared: list[str]
 
 
-def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Comparison:
+def compare(
+    llm: LLM, weights: Iterable[tuple[str | Experts, torch.Tensor]], shape: ModelShape
+) -> Comparison:
     """Compare full tensors with the parameters of this rank's engine. Changes nothing.
 
     Args:
-        weights: all tensors of the checkpoint, under their Hugging Face names.
+        weights: all tensors, under their Hugging Face names or of neighbouring experts.
     """
-    matrices = expert_matrices(shape)
 
     def look(worker: Any) -> Comparison:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -61,7 +63,7 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
             if leaf in DERIVED:  # the log-probabilities cover them
                 continue
             if isinstance(module, RoutedExperts):
-                is_weight = leaf in expert_leaves(shape)
+                is_weight = leaf in expert_leaves(shape).values()
                 found = plain_experts(module, shape) if is_weight else "not a weight"
                 if isinstance(found, str):
                     uncompared.append(name)
@@ -77,36 +79,23 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
 
         equal, different = 0, []
         seen: set[str] = set()
-        gates: dict[tuple[int, int], torch.Tensor] = {}
         with torch.no_grad():
-            for name, full in weights:
-                if name in matrices:
-                    layer, expert, part = matrices[name]
-                    if layer not in experts:
-                        continue
-                    stack, pack = experts[layer]
-                    local = stack.local(full, part).to(stack.w2.dtype)
-                    if part == 0:  # compared with up, which follows
-                        gates[layer, expert] = local
-                        continue
-                    if part == 1:
-                        local = stack.rows_of(gates.pop((layer, expert)), local)
-                    if part > 2:
-                        same = torch.equal(local, stack.place(expert, part))
-                    else:
-                        target = stack.w2 if part == 2 else stack.w13
-                        same = torch.equal(pack(local), target[expert])
-                    seen |= {name}
-                else:
-                    filled = pieces.get(name, [])
-                    same = bool(filled) and all(
-                        _same(full, parameters[piece.parameter], piece, rank, _tp_size(worker))
-                        for piece in filled
-                    )
-                    seen |= {piece.parameter for piece in filled}
+            for key, full in weights:
+                if isinstance(key, Experts):
+                    if key.layer in experts:
+                        wrong = _different(key, full, *experts[key.layer], shape)
+                        equal += len(key.names(shape)) - len(wrong)
+                        different += wrong
+                    continue
+                filled = pieces.get(key, [])
+                same = bool(filled) and all(
+                    _same(full, parameters[piece.parameter], piece, rank, _tp_size(worker))
+                    for piece in filled
+                )
+                seen |= {piece.parameter for piece in filled}
                 equal += same
                 if not same:
-                    different.append(name)
+                    different.append(key)
         uncompared += sorted(parameters.keys() - seen)
         return Comparison(equal=equal, different=different, uncompared=uncompared)
 
@@ -115,6 +104,25 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
 
 def _tp_size(worker: Any) -> int:
     return int(worker.vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _different(
+    key: Experts,
+    full: torch.Tensor,
+    stacked: StackedExperts,
+    packed: Callable[[torch.Tensor], torch.Tensor],
+    shape: ModelShape,
+) -> list[str]:
+    """Names of tensors of experts whose part on this rank is not the engine's."""
+    held = stacked.held[key.part]
+    own, names = stacked.rows(key.part, full).to(held.dtype), key.names(shape)
+    each = len(names) // key.count
+    return [
+        name
+        for i, one in enumerate(own)
+        if not torch.equal(one if one.dim() == 1 else packed(one), held[key.first + i])
+        for name in names[i * each : (i + 1) * each]
+    ]
 
 
 def _same(full: torch.Tensor, held: torch.Tensor, piece: Piece, rank: int, ranks: int) -> bool:

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.direct_weights import DirectWeights, direct_weights
-from r3.engine.experts import (
-    ExpertBlock,
-    StackedExperts,
-    expert_leaves,
-    expert_matrices,
-    plain_experts,
-)
+from r3.engine.experts import StackedExperts, expert_leaves, matrices, plain_experts
 from r3.models.hf_checkpoint import joined
+from r3.models.tensors import Experts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -61,13 +56,13 @@ class Pushed:
 
 def push(
     llm: LLM,
-    weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
+    weights: Iterable[tuple[str | Experts, torch.Tensor]],
     shape: ModelShape,
     *,
     copy: bool = True,
     only: Collection[str] | None = None,
 ) -> Pushed:
-    """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
+    """Stream full tensors, under Hugging Face names or of neighbouring experts, into the engine.
 
     They are copied straight into the engine's parameters if these have the plain layout. Otherwise
     everything but plain experts goes through vLLM's reload.
@@ -104,7 +99,7 @@ def push(
 def _reload(
     worker: Any,
     model: Any,
-    weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
+    weights: Iterable[tuple[str | Experts, torch.Tensor]],
     shape: ModelShape,
     *,
     copy_experts: bool,
@@ -126,7 +121,6 @@ def _reload(
     )
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    matrices = expert_matrices(shape)
     moe = {
         int(name.split(".layers.")[1].split(".")[0]): (name, module)
         for name, module in model.named_modules()
@@ -138,21 +132,15 @@ def _reload(
 
     def rest() -> Iterator[tuple[str, torch.Tensor]]:
         """Copy experts; yield what the reload has to take."""
-        for item in weights:
-            if isinstance(item, ExpertBlock):
-                if item.layer in stacked:
-                    stacked[item.layer].copy_block(item)
-                else:
-                    yield from item.matrices(shape)
-                continue
-            name, tensor = item
-            layer, expert, part = matrices.get(name, (-1, 0, 0))
-            if layer in stacked:
-                stacked[layer].copy(expert, part, tensor.detach())
-                continue
-            if name == _EMBEDDING:
-                embedding.append(tensor.detach())
-            yield name, tensor.detach()
+        for key, full in weights:
+            if not isinstance(key, Experts):
+                if key == _EMBEDDING:
+                    embedding.append(full.detach())
+                yield key, full.detach()
+            elif key.layer in stacked:
+                stacked[key.layer].copy(key, full.detach())
+            else:
+                yield from matrices(key, full.detach(), shape)
 
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
@@ -191,7 +179,7 @@ def _reload(
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     for layer, experts in stacked.items():
         if experts.is_complete:
-            loaded |= {f"{moe[layer][0]}.{name}" for name in expert_leaves(shape)}
+            loaded |= {f"{moe[layer][0]}.{name}" for name in expert_leaves(shape).values()}
     loaded = {_reported(name) for name in loaded}
     for same in names.values():
         # Both modules get back the memory that was loaded, but for a tied output layer (above).

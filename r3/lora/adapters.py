@@ -14,7 +14,6 @@ share its rows, B has this rank's rows; where they share its columns, A has this
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from r3.models.tensors import Kind, conversion_rules
 from r3.policy.weight_slots import Slot, slots, views
 from r3.runtime.device import storage_of, to_host
 from r3.runtime.mesh import Axis, Mesh
-
-_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +319,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
     start = adapter_reader(config.lora.start, config.lora) if config.lora.start else None
-    # Stacked experts are one parameter, which begins where the first of them does.
+    # Experts of a rank are one parameter, which begins where its first slot does.
     found = [
         (slot, parameters[slot.tensor.data_ptr()])
         for slot in slots([chunk], shape, mesh)
@@ -331,7 +328,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     adapters = [
         _adapter(config, shape, mesh, slot, weight, part, ranks[name], start)
         for slot, weight in found
-        for part, name in enumerate(slot.hf)
+        for part, name in enumerate(slot.parts)
         if name in ranks
     ]
     layers = {id(weight): layer for layer in chunk.decoder.layers for weight in layer.parameters()}
@@ -381,12 +378,12 @@ def _adapter(
     rank: int,
     start: Any,
 ) -> Adapter:
-    match = _EXPERT.fullmatch(slot.name)
+    experts = slot.experts
     axis, names, name = mesh.tp, [slot.hf[part]], slot.hf[part]
-    if match:
-        rule = conversion_rules(shape).expert[match[3]]
-        axis, name = mesh.etp, f"model.layers.{match[1]}.{tuple(rule.hf)[part]}"
-        names = [name.format(e=int(match[2]) + i) for i in range(len(weight))]
+    if experts:
+        rule = conversion_rules(shape).expert[experts.part]
+        axis, name = mesh.etp, f"model.layers.{experts.layer}.{tuple(rule.hf)[part]}"
+        names = [name.format(e=experts.first + i) for i in range(len(weight))]
     width = shape.tensor_shapes[names[0]][1]
     if start:
         a, b = (torch.stack(x) for x in zip(*map(start, names), strict=True))
@@ -404,10 +401,10 @@ def _adapter(
         part=part,
         kind=slot.kind,
         axis=axis,
-        is_expert=match is not None,
+        is_expert=experts is not None,
         shape=shape,
-        a=nn.Parameter((a if match else a[0]).clone().to(weight.device)),
-        b=nn.Parameter((b if match else b[0]).clone().to(weight.device)),
+        a=nn.Parameter((a if experts else a[0]).clone().to(weight.device)),
+        b=nn.Parameter((b if experts else b[0]).clone().to(weight.device)),
         scale=config.lora.scale(rank),
     )
     _mark(adapter)

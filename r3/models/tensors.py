@@ -7,10 +7,10 @@ a weight sync and the table of a dry run have one plan of which rank reads which
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
 from r3.config import ParallelConfig
@@ -53,6 +53,7 @@ class Rules:
     expert: Mapping[str, Rule]
 
 
+@lru_cache(maxsize=16)
 def conversion_rules(shape: ModelSizes) -> Rules:
     """Return the rules for every tensor that Megatron builds for this model."""
     hidden, names = shape.hidden_size, shape.moe_names
@@ -216,17 +217,63 @@ ShardId = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Neighbouring experts of a layer, and one of their tensors: what lies together everywhere.
+
+    Attributes:
+        layer: number of the decoder layer.
+        first, count: the experts.
+        part: the tensor, a key of `Rules.expert`. All experts' tensors are stacked: gate over up
+            `[n, 2F, D]`, down `[n, D, F]`, biases `[n, 2F]` and `[n, D]`.
+    """
+
+    layer: int
+    first: int
+    count: int
+    part: str
+
+    def names(self, shape: ModelSizes) -> tuple[str, ...]:
+        """HF tensors, expert by expert."""
+        experts, prefix = range(self.first, self.first + self.count), f"model.layers.{self.layer}."
+        parts = conversion_rules(shape).expert[self.part].hf
+        return tuple(prefix + name.format(e=e) for e in experts for name in parts)
+
+    @property
+    def name(self) -> str:
+        """Megatron's, with a range in the place of the expert's number."""
+        last = self.first + self.count - 1
+        return f"decoder.layers.{self.layer}.mlp.experts.{self.first}-{last}.{self.part}"
+
+    @classmethod
+    def within(
+        cls, shape: ModelSizes, layer: int, part: str, experts: range, item_size: int
+    ) -> Iterator[Experts]:
+        """Cut a rank's experts of a layer so that a full tensor stays below `_SHARD_BYTES`."""
+        sizes = conversion_rules(shape).expert[part].hf.values()
+        count = max(1, _SHARD_BYTES // (sum(map(math.prod, sizes)) * item_size))
+        for i in range(0, len(experts), count):
+            own = experts[i : i + count]
+            yield cls(layer=layer, first=own[0], count=len(own), part=part)
+
+
+_SHARD_BYTES = 1 << 28
+"""A reader allocates that much where ranks share the rows of experts, or on another machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One rank's shard of one Megatron tensor.
+    """One rank's shard of one Megatron tensor, or of that tensor of neighbouring experts.
 
     Attributes:
         name: Megatron's global name.
-        hf: the HF tensors it is made of.
+        hf: the HF tensors it is made of, expert by expert.
         kind: how the full tensor is sharded.
         index, count: this is shard `index` of `count`.
         shape: shape of the shard.
-        rows: rows of the joined HF tensors, without padding of the vocabulary.
+        rows: rows of the joined HF tensors, of one expert, without padding of the vocabulary.
         item_size: bytes per value.
+        layer: number of the decoder layer; -1 = it is in none.
+        experts: whose tensors lie along the first dimension; None: it is not a tensor of experts.
     """
 
     name: str
@@ -237,11 +284,18 @@ class Shard:
     shape: tuple[int, ...]
     rows: int
     item_size: int
+    layer: int = -1
+    experts: Experts | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the shard."""
         return math.prod(self.shape) * self.item_size
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The HF tensors of the first expert; without experts, all."""
+        return self.hf[: len(self.hf) // (self.experts.count if self.experts else 1)]
 
 
 S = TypeVar("S", bound=Shard)
@@ -269,7 +323,9 @@ def planned_shards(
     first_expert = in_stage // etp % parallel.ep * per_rank
     found: list[Shard] = []
 
-    def add(name: str, rule: Rule, prefix: str, size: int, *, expert: int | None = None) -> None:
+    def add(
+        name: str, rule: Rule, size: int, *, layer: int = -1, experts: Experts | None = None
+    ) -> None:
         sizes = list(rule.hf.values())
         is_sharded, first = rule.kind != "replicated", sizes[0]
         rows = sum(each[0] for each in sizes)
@@ -278,17 +334,20 @@ def planned_shards(
             local: tuple[int, ...] = (*first[:-1], first[-1] // count)
         else:
             local = (math.ceil(rows / count), *first[1:])  # a vocabulary is padded to the ranks
+        prefix = f"model.layers.{layer}." if layer >= 0 else ""
         found.append(
             Shard(
                 name=name,
-                hf=tuple(prefix + part.format(e=expert) for part in rule.hf),
+                hf=experts.names(shape) if experts else tuple(prefix + part for part in rule.hf),
                 kind=rule.kind,
                 index=in_stage % size if is_sharded else 0,
                 count=count,
-                shape=local,
+                shape=(experts.count, *local) if experts else local,
                 rows=rows,
                 # Biases of routers are float32 in every policy.
                 item_size=4 if name.endswith("expert_bias") else item_size,
+                layer=layer,
+                experts=experts,
             )
         )
 
@@ -301,17 +360,14 @@ def planned_shards(
     }
     for name, rule in rules.top.items():
         if top[name]:
-            add(name, rule, "", parallel.tp)
+            add(name, rule, parallel.tp)
     for layer in (layer for piece in own for layer in piece):
-        where, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         for suffix, rule in rules.layers[layer].items():
-            add(where + suffix, rule, prefix, parallel.tp)
-        if layer not in shape.moe_layers:
-            continue
-        for expert in range(first_expert, first_expert + per_rank):
-            for suffix, rule in rules.expert.items():
-                name = f"{where}mlp.experts.{expert}.{suffix}"
-                add(name, rule, prefix, etp, expert=expert)
+            add(f"decoder.layers.{layer}.{suffix}", rule, parallel.tp, layer=layer)
+        for part, rule in rules.expert.items() if layer in shape.moe_layers else ():
+            held = range(first_expert, first_expert + per_rank)
+            for experts in Experts.within(shape, layer, part, held, item_size):
+                add(experts.name, rule, etp, layer=layer, experts=experts)
     return found
 
 
@@ -417,15 +473,9 @@ def collect(
     kept = {name: shard for name, shard in tensors.items() if first[shard.hf[0]] == name}
     # Layer by layer, whatever rank has an expert: the engine keeps the parts of a module until it
     # is complete. In the order of ranks, it would keep the experts of all layers to the end.
-    order = dict(sorted(kept.items(), key=lambda item: _layer_of(item[0])))
+    order = dict(sorted(kept.items(), key=lambda item: item[1].layer))
     wanted = [(name, index) for name, shard in order.items() for index in range(shard.count)]
     return order, {shard_id: holders[shard_id] for shard_id in wanted}
-
-
-def _layer_of(name: str) -> int:
-    """Return the decoder layer of a tensor by its global Megatron name; -1 = in no layer."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    return int(match[1]) if match else -1
 
 
 def sync_plans(

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from r3.models.shape import ModelShape
-from r3.models.tensors import Kind, Rule, Shard, conversion_rules
-from r3.runtime.mesh import Mesh
+from r3.models.tensors import Experts, Kind, Rule, Shard, conversion_rules
+from r3.runtime.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot(Shard):
-    """One Megatron tensor of this rank, or one expert's slice of a stacked one.
+    """One Megatron tensor of this rank, or that of neighbouring experts.
 
     Attributes:
         tensor: the local tensor itself.
@@ -55,16 +55,32 @@ def split(kind: Kind, full: torch.Tensor, shape: ModelShape) -> list[torch.Tenso
     return [part.flatten(0, part.dim() - full.dim()) for part in parts]
 
 
-def join_shards(kind: Kind, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Make the full Megatron tensor of the shards of all tensor-parallel ranks, in rank order."""
+def named(
+    shard: Shard, full: torch.Tensor, shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the HF tensors that the full tensor of a shard is made of, by their names."""
+    parts = (part for one in _each(shard, full) for part in split(shard.kind, one, shape))
+    yield from zip(shard.hf, parts, strict=True)
+
+
+def _each(shard: Shard, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    return tensor if shard.experts else [tensor]
+
+
+def join_shards(kind: Kind, shards: Sequence[torch.Tensor], rows: int = 0) -> torch.Tensor:
+    """Make the full Megatron tensor of the shards of all tensor-parallel ranks, in rank order.
+
+    Args:
+        rows: dimension of the rows: 1 where the tensors of experts are stacked.
+    """
     if len(shards) == 1 or kind == "replicated":
         return shards[0]
     if kind == "row":
         return torch.cat(list(shards), -1)
     if kind == "gated":
-        halves = [shard.chunk(2, 0) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
-    return torch.cat(list(shards), 0)
+        halves = [shard.chunk(2, rows) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], rows)
+    return torch.cat(list(shards), rows)
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -85,19 +101,27 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
     rules = conversion_rules(shape)
 
     def slot(
-        name: str, rule: Rule, tensor: torch.Tensor, *, expert: int | None = None, prefix: str = ""
+        name: str,
+        rule: Rule,
+        tensor: torch.Tensor,
+        axis: Axis = mesh.tp,
+        *,
+        layer: int = -1,
+        experts: Experts | None = None,
     ) -> Slot:
-        axis = mesh.tp if expert is None else mesh.etp
+        prefix = f"model.layers.{layer}." if layer >= 0 else ""
         is_sharded = rule.kind != "replicated"
         return Slot(
             name=name,
-            hf=tuple(prefix + part.format(e=expert) for part in rule.hf),
+            hf=experts.names(shape) if experts else tuple(prefix + part for part in rule.hf),
             kind=rule.kind,
             index=axis.rank if is_sharded else 0,
             count=axis.size if is_sharded else 1,
             shape=tuple(tensor.shape),
             rows=sum(size[0] for size in rule.hf.values()),
             item_size=tensor.element_size(),
+            layer=layer,
+            experts=experts,
             tensor=tensor.detach(),
         )
 
@@ -110,23 +134,22 @@ def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:
             raise KeyError(_no_rule(name, shape))
         layer, suffix = chunk.decoder.layers[int(match[1])], match[2]
         number = layer.layer_number - 1
-        where, prefix = f"decoder.layers.{number}.", f"model.layers.{number}."
-        local_expert = _LOCAL_EXPERT.fullmatch(suffix)
-        if suffix in _STACKED_EXPERTS:
-            per_rank, part = tensor.shape[0], _STACKED_EXPERTS[suffix]
-            experts = [(i, tensor[i]) for i in range(per_rank)]
-        elif local_expert:
-            per_rank, part = layer.mlp.num_local_experts, local_expert[2]
-            experts = [(int(local_expert[1]), tensor)]
-        elif suffix in rules.layers[number]:
-            yield slot(where + suffix, rules.layers[number][suffix], tensor, prefix=prefix)
+        if rule := rules.layers[number].get(suffix):
+            yield slot(f"decoder.layers.{number}.{suffix}", rule, tensor, layer=number)
             return
+        if suffix in _STACKED_EXPERTS:
+            part, first = _STACKED_EXPERTS[suffix], mesh.ep.rank * len(tensor)
+        elif local_expert := _LOCAL_EXPERT.fullmatch(suffix):  # a tensor of its own
+            part, tensor = local_expert[2], tensor[None]
+            first = mesh.ep.rank * layer.mlp.num_local_experts + int(local_expert[1])
         else:
             raise KeyError(_no_rule(name, shape))
-        for i, one in experts:
-            expert = mesh.ep.rank * per_rank + i
-            full_name = f"{where}mlp.experts.{expert}.{part}"
-            yield slot(full_name, rules.expert[part], one, expert=expert, prefix=prefix)
+        own = range(first, first + len(tensor))
+        for experts in Experts.within(shape, number, part, own, tensor.element_size()):
+            start = experts.first - first
+            piece = tensor[start : start + experts.count]
+            rule = rules.expert[part]
+            yield slot(experts.name, rule, piece, mesh.etp, layer=number, experts=experts)
 
     return [
         each
@@ -163,7 +186,8 @@ def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], shape: Model
     """
     for slot in slots_:
         dim = -1 if slot.kind == "row" else 0
-        for part, name in zip(views(slot.kind, slot.tensor, shape), slot.hf, strict=True):
+        own = (part for one in _each(slot, slot.tensor) for part in views(slot.kind, one, shape))
+        for part, name in zip(own, slot.hf, strict=True):
             piece = read(name, dim, slot.index, slot.count)
             if slot.kind == "qkv":
                 piece = piece.view(part.shape)

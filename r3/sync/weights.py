@@ -7,9 +7,8 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,9 @@ from safetensors import SafetensorError
 
 from r3 import extras
 from r3.engine import sampling_seed
-from r3.engine.experts import ExpertBlock
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
-from r3.models.shape import ModelShape
-from r3.models.tensors import S, Shard, ShardId, SyncPlan
-from r3.policy.weight_slots import join_shards, split
+from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan
+from r3.policy.weight_slots import join_shards, named
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
@@ -114,91 +111,23 @@ class Published:
 
 
 def gather(
-    plan: SyncPlan[S], read_shard: Callable[[ShardId], torch.Tensor], shape: ModelShape
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every full tensor once under its Hugging Face name, in the order of the plan.
+    plan: SyncPlan[S],
+    read_shard: Callable[[ShardId], torch.Tensor],
+    only: Collection[str] | None = None,
+) -> Iterator[tuple[S, torch.Tensor]]:
+    """Yield every full tensor once, with a shard that describes it, in the order of the plan.
 
     Args:
         plan: what to read.
         read_shard: returns the tensor of a shard of the plan.
-        shape: the model's.
+        only: HF tensors of which at least one must be in a tensor that is read; None: all are.
     """
-    for first in plan.tensors.values():
-        yield from _tensors(first, read_shard, shape)
-
-
-def _tensors(
-    first: Shard, read_shard: Callable[[ShardId], torch.Tensor], shape: ModelShape
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the full tensors that a Megatron tensor is made of."""
-    full = join_shards(first.kind, [read_shard((first.name, i)) for i in range(first.count)])
-    full = full[: first.rows]  # a vocabulary is padded to the ranks
-    yield from zip(first.hf, split(first.kind, full, shape), strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRun:
-    """Neighbouring experts of a layer that lie one after the other in a buffer of their rank.
-
-    Attributes:
-        first: shard of the first expert.
-        source: rank whose buffer it is.
-        crossing: whether all ranks send them over the network together.
-        layer, expert: numbers of the layer and of the first expert.
-        is_down: whether they are down, or gate and up.
-        count: number of experts.
-    """
-
-    first: PlacedShard
-    source: int
-    crossing: bool
-    layer: int
-    expert: int
-    is_down: bool
-    count: int
-
-    def is_followed_by(self, other: ExpertRun) -> bool:
-        """Whether `other` is the next expert, in the next place."""
-        size = torch.Size(self.first.shape).numel()
-        grown = replace(
-            self,
-            expert=self.expert + self.count,
-            first=replace(
-                other.first, buffer=self.first.buffer, offset=self.first.offset + self.count * size
-            ),
-            count=1,
-        )
-        return grown == other
-
-
-_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.linear_fc([12])\.weight")
-
-
-def reading_steps(plan: SyncPlan[PlacedShard]) -> list[PlacedShard | ExpertRun]:
-    """Return what to read in which order: tensors, and runs of experts that are not divided."""
-    steps: list[PlacedShard | ExpertRun] = []
-    for name, first in plan.tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None or first.count > 1:
-            steps.append(first)
-            continue
-        shard_id = (name, 0)
-        source = plan.sources[shard_id]
-        run = ExpertRun(
-            first=plan.holders[shard_id][source],
-            source=source,
-            crossing=shard_id in plan.crossing,
-            layer=int(match[1]),
-            expert=int(match[2]),
-            is_down=match[3] == "2",
-            count=1,
-        )
-        last = steps[-1] if steps else None
-        if isinstance(last, ExpertRun) and last.is_followed_by(run):
-            steps[-1] = replace(last, count=last.count + 1)
-        else:
-            steps.append(run)
-    return steps
+    for shard in plan.tensors.values():
+        if only is None or not set(only).isdisjoint(shard.hf):
+            parts = [read_shard((shard.name, i)) for i in range(shard.count)]
+            full = join_shards(shard.kind, parts, rows=1 if shard.experts else 0)
+            # A vocabulary is padded to the ranks.
+            yield shard, full if shard.experts else full[: shard.rows]
 
 
 class WeightStream:
@@ -241,7 +170,6 @@ class WeightStream:
 
         shards = [item.shards for item in self._published]
         self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
-        self._steps = reading_steps(self._plan)
         self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
@@ -279,31 +207,30 @@ class WeightStream:
         If shards cross machines, all ranks must read to the end; otherwise a rank may read alone.
         Nobody may write to the policy's weights meanwhile.
         """
-        self._require_place()
-        yield from gather(self._plan, self._read_shard, self._policy.shape)
-        self._made = None
+        for shard, full in self._gather():
+            yield from named(shard, full, self._policy.shape)
 
     def read_blocks(
-        self, only: set[str] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
-        """Yield the same as `read`, with the experts of a rank and layer as few large blocks.
+        self, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str | Experts, torch.Tensor]]:
+        """Yield the same as `read`, with the tensors of neighbouring experts as they lie.
 
         Args:
             only: names of tensors, with all experts of a layer or none; None: all tensors.
         """
-        self._require_place()
-        for step in self._steps:
-            of_step = step.first.hf if isinstance(step, ExpertRun) else step.hf
-            if only is not None and only.isdisjoint(of_step):
-                continue
-            if not isinstance(step, ExpertRun):
-                yield from _tensors(step, self._read_shard, self._policy.shape)
-                continue
-            shape = (step.count, *step.first.shape)
-            tensor = self._read(step.source, step.first, shape, crossing=step.crossing)
-            yield ExpertBlock(
-                layer=step.layer, first=step.expert, is_down=step.is_down, tensor=tensor
-            )
+        for shard, full in self._gather(only):
+            if shard.experts:
+                yield shard.experts, full
+            else:
+                yield from named(shard, full, self._policy.shape)
+
+    def _gather(
+        self, only: Collection[str] | None = None
+    ) -> Iterator[tuple[PlacedShard, torch.Tensor]]:
+        assert self._addresses == self._places(), (
+            f"rank {self._device.rank}: the shared buffers moved after their handles were published"
+        )
+        yield from gather(self._plan, self._read_shard, only)
         self._made = None
 
     def _places(self) -> list[int]:
@@ -311,31 +238,19 @@ class WeightStream:
         buffers = [] if self._policy.makes_weights else self._policy.shared_buffers()
         return [buffer.data_ptr() for buffer in buffers]
 
-    def _require_place(self) -> None:
-        assert self._addresses == self._places(), (
-            f"rank {self._device.rank}: the shared buffers moved after their handles were published"
-        )
-
     def _read_shard(self, shard_id: ShardId) -> torch.Tensor:
         source = self._plan.sources[shard_id]
         shard = self._plan.holders[shard_id][source]
-        crossing = shard_id in self._plan.crossing
-        return self._read(source, shard, shard.shape, crossing=crossing)
-
-    def _read(
-        self, source: int, shard: PlacedShard, shape: tuple[int, ...], *, crossing: bool
-    ) -> torch.Tensor:
-        """Read a tensor of `shape` that begins where `shard` does."""
-        if not crossing:  # on CUDA, a peer's memory mapped on this device
-            return self._view(source, shard, shape)
+        if shard_id not in self._plan.crossing:  # on CUDA, a peer's memory mapped on this device
+            return self._view(source, shard)
         if self._mesh.world.rank == source:
-            part = self._view(source, shard, shape)
+            part = self._view(source, shard)
         else:
             dtype = self._published[source].dtypes[shard.buffer]
-            part = torch.empty(shape, dtype=dtype, device=self._device.torch)
+            part = torch.empty(shard.shape, dtype=dtype, device=self._device.torch)
         return self._mesh.world.broadcast(part, source)
 
-    def _view(self, rank: int, shard: PlacedShard, shape: tuple[int, ...]) -> torch.Tensor:
+    def _view(self, rank: int, shard: PlacedShard) -> torch.Tensor:
         if rank != self._mesh.world.rank:
             buffer = self._open(rank, shard.buffer)
         elif self._made and self._made[0] == shard.buffer:
@@ -343,8 +258,8 @@ class WeightStream:
         else:
             buffer = self._policy.values(self._own_buffers[shard.buffer])
             self._made = shard.buffer, buffer
-        size = torch.Size(shape).numel()
-        return buffer.detach()[shard.offset : shard.offset + size].view(shape)
+        size = torch.Size(shard.shape).numel()
+        return buffer.detach()[shard.offset : shard.offset + size].view(shard.shape)
 
     def _open(self, rank: int, number: int) -> torch.Tensor:
         key = (rank, number)
@@ -366,8 +281,7 @@ def sync_weights(
     only = engine.needed(stream.changing) if stream.changing else None
     if not all(mesh.world.all_gather_object(only is not None)):
         only = None
-    weights = stream.read_blocks(only)
-    engine.load_weights(stream.shapes, weights, policy_version=policy_version, only=only)
+    engine.load_weights(stream, policy_version=policy_version, only=only)
     engine.reset_cache()
     device.synchronize()
     mesh.world.barrier()
@@ -380,12 +294,12 @@ def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
     meanwhile.
 
     Returns:
-        Number of tensors compared on this rank; gate and up of an expert count as one.
+        Number of tensors compared on this rank.
 
     Raises:
         SyncError: on every rank: an engine holds other weights than the policy somewhere.
     """
-    found = engine.compare_weights(stream.read())
+    found = engine.compare_weights(stream)
     for rank, (different, uncompared) in enumerate(
         mesh.world.all_gather_object((found.different, found.uncompared))
     ):

@@ -14,7 +14,6 @@ import torch
 
 from r3.config import LoraConfig
 from r3.engine import experts
-from r3.engine.experts import ExpertBlock
 from r3.engine.weight_push import Pushed, push
 from r3.lora.plan import adapted_tensors
 from r3.runtime.device import Device
@@ -38,7 +37,7 @@ class PushedFamily:
     """An engine after a push, and one that loaded the same weights from files.
 
     Attributes:
-        compared: tensors that the proof compared; gate and up of an expert count as one.
+        compared: tensors that the proof compared.
         tensors: tensors that were pushed.
         gates: experts over all layers.
         tensors_equal: both engines have the same parameters and buffers, bit for bit.
@@ -102,7 +101,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     routes, wrong_routes = compare_routes(rollouts, folder)
     equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
     tensors = held_tensors(world.engine) == held_tensors(fresh)
-    by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
+    by_reload = push(world.engine.llm, world.stream.read_blocks(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
     fallen = unknown_kernels(world)
@@ -156,10 +155,7 @@ def some_tensors(world: World) -> Some:
         sync_weights(stream, engine, world.device, world.mesh, policy_version=1)
 
     sizes = {name: 4 * math.prod(size) for name, size in policy.shape.tensor_shapes.items()}
-    sent = sum(
-        (item.tensor if isinstance(item, ExpertBlock) else item[1]).nbytes
-        for item in stream.read_blocks(engine.needed(stream.changing))
-    )
+    sent = sum(tensor.nbytes for _, tensor in stream.read_blocks(engine.needed(stream.changing)))
     sync("nothing")
     prove_weights(stream, engine, world.mesh)
     sync("final_layernorm.weight")
@@ -214,7 +210,7 @@ def planted_faults(world: World) -> dict[str, str]:
         messages[name] = message_of(
             lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError
         )
-        world.engine.load_weights(world.stream.shapes, world.stream.read(), policy_version=1)
+        world.engine.load_weights(world.stream, policy_version=1)
 
     def one_number(model: Any) -> None:
         norm = model.model.layers[1].input_layernorm.weight
@@ -245,8 +241,7 @@ class OtherProcessor:
     Attributes:
         packed: convolutions that the engine has in another shape than the checkpoint, and how
             experts are packed.
-        compared, tensors: tensors that the proof compared after a push, and those of the model,
-            gate and up of an expert counted as one.
+        compared, tensors: tensors that the proof compared after a push, and those of the model.
         same: an engine that loaded the same weights from files has the same tensors.
         equal: both sample the same, also after a push through vLLM's reload, whose weights were
             compared too.
@@ -292,7 +287,7 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     loaded = signature(world.collect(1, engine=fresh).rollouts)
     same = held_tensors(engine) == held_tensors(fresh)
-    push(engine.llm, world.stream.read(), shape, copy=False)
+    push(engine.llm, world.stream.read_blocks(), shape, copy=False)
     prove_weights(world.stream, engine, world.mesh)
     engine.reset_cache()
     again = signature(world.collect(1).rollouts)
@@ -303,7 +298,7 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
         return message_of(lambda: prove_weights(world.stream, engine, world.mesh), SyncError)
 
     def reload() -> None:
-        engine.load_weights(world.stream.shapes, world.stream.read_blocks(), policy_version=1)
+        engine.load_weights(world.stream, policy_version=1)
 
     tensors, stale = dict(world.stream.read()), {}
     for kind in ("o_proj", "mlp.gate", "conv1d"):
@@ -334,7 +329,7 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     return OtherProcessor(
         packed=packed,
         compared=compared,
-        tensors=len(world.stream.shapes) - shape.num_experts * len(shape.moe_layers),
+        tensors=len(world.stream.shapes),
         same=same,
         equal=pushed == loaded == again,
         moved=before != pushed,

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from r3.backends.cpu.route_slots import SlotRoutes
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.engine.experts import ExpertBlock
 from r3.layers.norms import _Norm
+from r3.models.tensors import Experts
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.sync.residency import ResidencyError, State
@@ -210,19 +211,28 @@ def engine_guards(device: Device) -> Guards:
             max_tokens=4,
         )
 
-    def push(shapes: dict[str, Any] | None = None, skip: str = "") -> None:
-        weights = ((name, tensor) for name, tensor in stream.read() if name != skip)
-        engine.load_weights(
-            shapes if shapes is not None else stream.shapes, weights, policy_version=1
-        )
-
-    def push_blocks(change: Callable[[ExpertBlock], list[ExpertBlock]]) -> None:
-        items = (
+    def push(
+        shapes: dict[str, Any] | None = None, change: Callable[[Any], list[Any]] | None = None
+    ) -> None:
+        """Push with other announced shapes, or with other tensors of experts."""
+        blocks = (
             part
-            for item in stream.read_blocks()
-            for part in (change(item) if isinstance(item, ExpertBlock) else [item])
+            for key, full in stream.read_blocks()
+            for part in ([(key, full)] if change is None else change((key, full)))
         )
-        engine.load_weights(stream.shapes, items, policy_version=1)
+        given = SimpleNamespace(shapes=shapes or stream.shapes, read_blocks=lambda _: blocks)
+        engine.load_weights(given, policy_version=1)
+
+    def without_gate_and_up(item: Any) -> list[Any]:
+        key, _ = item
+        is_it = isinstance(key, Experts) and (key.layer, key.part) == (1, "linear_fc1.weight")
+        return [] if is_it else [item]
+
+    def without_last(item: Any) -> list[Any]:
+        key, full = item
+        if not isinstance(key, Experts):
+            return [item]
+        return [(replace(key, count=key.count - 1), full[:-1])]
 
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
     provoke("push asleep", push)
@@ -235,19 +245,11 @@ def engine_guards(device: Device) -> Guards:
     provoke("not announced", lambda: push({k: v for k, v in stream.shapes.items() if k != gone}))
     provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
     provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
-    provoke("not delivered", lambda: push(skip=gone))
-    provoke("block twice", lambda: push_blocks(lambda block: [block, block]))
-    provoke(
-        "narrow block",
-        lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[:, 1:])]),
-    )
-    provoke("foreign block", lambda: push_blocks(lambda block: [replace(block, first=5)]))
-    provoke(
-        "short block", lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[1:])])
-    )
+    provoke("not delivered", lambda: push(change=without_gate_and_up))
+    provoke("short", lambda: push(change=without_last))
     # After a load that stopped half-way, the tensors with adapters are not enough.
     some = {"policy_version": 1, "only": {gone}}
-    provoke("some of none", lambda: engine.load_weights(stream.shapes, iter(()), **some))
+    provoke("some of none", lambda: engine.load_weights(stream, **some))
     assert engine.needed({gone}) is None
     provoke("half pushed", lambda: (engine.wake("kv_cache"), sample()))
     push()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.config import Config
+from r3.models.shape import ModelShape
+from r3.models.tensors import Experts
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.partial import from_checkpoint
@@ -49,6 +51,28 @@ def versions_of(folder: Path, device: Device) -> list[Path]:
     return folders
 
 
+class Loaded:
+    """The weights in a folder, as an engine reads them."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        self._tensors = {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        self._shape = shape
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read_blocks(self, _only: object) -> Iterator[tuple[str | Experts, torch.Tensor]]:
+        """Yield all tensors, those of the experts of a layer together."""
+        shape, tensors = self._shape, self._tensors
+        yield from (item for item in tensors.items() if ".experts." not in item[0])
+        for layer, part in product(shape.moe_layers, ("linear_fc1.weight", "linear_fc2.weight")):
+            key = Experts(layer=layer, first=0, count=shape.num_experts, part=part)
+            rows = torch.cat([tensors[name] for name in key.names(shape)])
+            yield key, rows.unflatten(0, (shape.num_experts, -1))
+
+
 class Stepper(Talker):
     """Steps of generation with the weights of each version."""
 
@@ -58,13 +82,8 @@ class Stepper(Talker):
 
     def take(self, policy_version: int) -> None:
         """Load the weights of a policy version into the engine."""
-        tensors = {
-            name: tensor
-            for file in self.policy_versions[policy_version].glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.engine.load_weights(shapes, iter(tensors.items()), policy_version=policy_version)
+        weights = Loaded(self.policy_versions[policy_version], self.engine.shape)
+        self.engine.load_weights(weights, policy_version=policy_version)
         self.engine.reset_cache()
 
     def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[StepRollouts]:

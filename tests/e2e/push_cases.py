@@ -27,7 +27,6 @@ class PushedAndFresh:
         compared: tensors of which every byte was found equal in the pushed engine; gate and up of
             an expert count as one.
         tensors: tensors of the model.
-        gates: experts over all layers.
         equal: the pushed engine samples what a freshly loaded one does.
         cached_equal: so it does with every prompt in the prefix cache.
         stale: message of the proof of weights after one number changed in the last rank's engine.
@@ -38,7 +37,6 @@ class PushedAndFresh:
     moved: bool
     compared: int
     tensors: int
-    gates: int
     equal: bool
     cached_equal: bool
     stale: str
@@ -71,7 +69,6 @@ def push_equals_fresh_engine(
 ) -> PushedAndFresh:
     """Push changed weights, and compare with an engine that loads the exported checkpoint."""
     world = World(device, tiny_config(model, parallel=parallel), hosts=hosts)
-    shape = world.task.shape
     world.sync(0)
     before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
@@ -94,7 +91,6 @@ def push_equals_fresh_engine(
         moved=before != pushed,
         compared=compared,
         tensors=len(world.stream.shapes),
-        gates=shape.num_experts * len(shape.moe_layers),
         equal=pushed == loaded,
         cached_equal=again == loaded,
         stale=stale,
@@ -109,7 +105,7 @@ def _plan_stale(world: World) -> str:
     """Replace parameters of the engine, push, and load once more by the plan of that push."""
     engine, stream = world.engine, world.stream
     engine.llm.collective_rpc(_replace)
-    engine.load_weights(stream.shapes, stream.read_blocks(), policy_version=1)
+    engine.load_weights(stream, policy_version=1)
     prove_weights(stream, engine, world.mesh)
     plan = engine._plan
     assert plan is not None

@@ -60,7 +60,7 @@ def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: P
         assert result.moved, (
             "the moved weights must sample something else, or the test shows nothing"
         )
-        assert result.tensors - result.compared == result.gates, "every tensor was compared"
+        assert result.tensors == result.compared, "every tensor was compared"
         assert result.equal and result.cached_equal
         assert result.local_reads > 0 and result.peer_reads > 0
 
@@ -83,11 +83,8 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
         "not announced": "missing model.layers.1.mlp.experts.3.up_proj.weight",
         "misshaped": "has shape (3, 3)",
         "unknown": "unknown model.layers.9.x",
-        "not delivered": "announced but not delivered: model.layers.1.mlp.experts.3.up_proj.weight",
-        "block twice": "experts.0.gate_proj.weight (8, 128, 128): unexpected",
-        "narrow block": "experts.0.gate_proj.weight (8, 127, 128): unexpected, misshaped",
-        "foreign block": "experts.5.gate_proj.weight (8, 128, 128): unexpected",
-        "short block": "announced but not delivered: model.layers.0.mlp.experts.7.",
+        "not delivered": "left at its old value: model.layers.1.mlp.experts.w13_weight",
+        "short": "left at its old value: model.layers.0.mlp.experts.w2_weight",
         "some of none": "load_weights of some tensors: the engine has no others",
         "half pushed": "the engine holds version -1",
         "cache not reset": "without reset_cache()",

@@ -71,8 +71,7 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     # Routers in float32: only experts whose scores differ by rounding could be exchanged.
     assert result.wrong_routes <= 0.002 * result.routes
     assert bool(result.routes) == bool(result.gates)
-    gates = result.tensors - result.compared
-    assert gates == result.gates, "every tensor was compared, gate and up together"
+    assert result.tensors == result.compared, "every tensor was compared"
     faults = result.faults
     assert "1 tensors of the engine are not the policy's" in faults.pop("one number")
     for name, said in faults.items():

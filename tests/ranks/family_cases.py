@@ -15,11 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from r3.config import Config
-from r3.engine.experts import ExpertBlock
+from r3.engine.experts import matrices
 from r3.layers.attention import packed_params
 from r3.layers.layout import zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
+from r3.models.tensors import Experts
 from r3.policy import Policy, chained
 from r3.run import checkpoint
 from r3.run.resume import Found
@@ -113,14 +114,14 @@ def require_whole(stream: WeightStream, shape: ModelShape, mesh: Mesh) -> None:
     assert len(single) == len(stream.shapes), "a tensor is read twice, or not at all"
     blocks = list(stream.read_blocks())
     found: list[tuple[str, torch.Tensor]] = []
-    for item in blocks:
-        found += item.matrices(shape) if isinstance(item, ExpertBlock) else [item]
+    for key, full in blocks:
+        found += [(key, full)] if isinstance(key, str) else matrices(key, full, shape)
     assert [name for name, _ in found] == [name for name, _ in single]
     for (name, block), (_, tensor) in zip(found, single, strict=True):
         assert torch.equal(block, tensor), name
-    if mesh.etp.size == 1:
-        count = sum(isinstance(item, ExpertBlock) for item in blocks)
-        assert count == 2 * mesh.ep.size * len(shape.moe_layers), "w1 and w2 of a rank and layer"
+    count = sum(isinstance(key, Experts) for key, _ in blocks)
+    parts = 4 if shape.has_biases else 2
+    assert count == parts * mesh.ep.size * len(shape.moe_layers), "w1 and w2 of a rank and layer"
 
 
 def contract(

@@ -28,6 +28,7 @@ from tests.errors import message_of
 from tests.policies import (
     batches_of,
     build,
+    by_expert,
     experts_as_on_cuda,
     full_gradients,
     one_update,
@@ -181,10 +182,22 @@ def gradients(
     metrics = padded_backward(policy, batch) if padded else policy.forward_backward(batch)
     loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
-    torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
+    gradients = full_gradients(policy)
+    single = {
+        name: (kind, index, tensor)
+        for slot in policy.slots
+        if slot.name in gradients
+        for kind, index, value in [gradients[slot.name]]
+        for name, tensor in by_expert(slot, value)
+    }
+    torch.save(single, Path(out) / f"rank_{device.rank}.pt")
     exchanged = _exchange(policy, batch) if exchange else None
     update, metrics = one_update(policy, batch, total_updates=10)
-    updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
+    updated = {
+        name: (slot.kind, slot.index, tensor)
+        for slot in policy.slots
+        for name, tensor in by_expert(slot, slot.tensor)
+    }
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
     compared = policy.replay.taps and replay == "r3"
     return Figures(

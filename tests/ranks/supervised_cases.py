@@ -13,7 +13,7 @@ from r3.data.rows import columns_of
 from r3.metrics import Mean
 from r3.objectives.rows import as_rollout
 from r3.policy import Policy
-from r3.policy.weight_slots import split
+from r3.policy.weight_slots import named
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
@@ -108,11 +108,7 @@ def against_transformers(device: Device, *, data: str, model: str) -> AgainstTra
     own = {
         name: part
         for slot in policy.slots
-        for name, part in zip(
-            slot.hf,
-            split(slot.kind, full_gradients(policy)[slot.name][2], policy.shape),
-            strict=True,
-        )
+        for name, part in named(slot, full_gradients(policy)[slot.name][2], policy.shape)
     }
     reference = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     expected = tokens = 0.0

@@ -20,10 +20,11 @@ from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.backends.dispatch import Transfer
 from r3.config import Config
-from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
+from r3.engine.experts import StackedExperts, expert_leaves
 from r3.judges.model import Batches
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
+from r3.models.tensors import Experts
 from r3.policy import Policy, memory, scoring, train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import (
@@ -106,24 +107,23 @@ def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Po
 
 def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
     """Stream all weights and copy the experts; returns how many tensors came."""
-    shape, matrices = trained.shape, expert_matrices(trained.shape)
+    shape = trained.shape
+    sizes = {
+        "linear_fc1.weight": (2 * shape.moe_ffn_size, shape.hidden_size),
+        "linear_fc2.weight": (shape.hidden_size, shape.moe_ffn_size),
+        "linear_fc1.bias": (2 * shape.moe_ffn_size,),
+        "linear_fc2.bias": (shape.hidden_size,),
+    }
     stacks = {
         layer: StackedExperts(
-            w13=torch.empty(
-                shape.num_experts,
-                2 * shape.moe_ffn_size,
-                shape.hidden_size,
-                dtype=torch.bfloat16,
-                device=device.torch,
-            ),
-            w2=torch.empty(
-                shape.num_experts,
-                shape.hidden_size,
-                shape.moe_ffn_size,
-                dtype=torch.bfloat16,
-                device=device.torch,
-            ),
+            held={
+                part: torch.empty(
+                    shape.num_experts, *sizes[part], dtype=torch.bfloat16, device=device.torch
+                )
+                for part in expert_leaves(shape)
+            },
             rank=0,
+            alternates=shape.moe_names.alternates,
         )
         for layer in shape.moe_layers
     }
@@ -134,14 +134,11 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
         # Expert biases stay float32.
         assert tensor.device == device.torch and tensor.dtype in (torch.bfloat16, torch.float32)
         count += 1
-        if name in matrices:
-            layer, expert, part = matrices[name]
-            stacks[layer].copy(expert, part, tensor)
+    for key, full in stream.read_blocks():
+        if isinstance(key, Experts):
+            assert full.device == device.torch
+            stacks[key.layer].copy(key, full)
     assert all(stack.is_complete for stack in stacks.values())
-    for item in stream.read_blocks():
-        if isinstance(item, ExpertBlock):
-            assert item.fits(shape) and item.tensor.device == device.torch
-            stacks[item.layer].copy_block(item)
     return count
 
 

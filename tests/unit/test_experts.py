@@ -1,74 +1,89 @@
-"""Expert matrices on their way into an engine's stacked tensors; a real engine is in tests/e2e."""
+"""Tensors of experts on their way into an engine's stacked ones; a real engine is in tests/e2e."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
+from r3.engine.experts import StackedExperts, expert_layers, matrices
 from r3.models.shape import ModelShape
+from r3.models.tensors import Experts
+from tests.families import family
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
 EXPERTS, WIDTH, HIDDEN = 3, 8, 5
+SIZES = {
+    "linear_fc1.weight": (2 * WIDTH, HIDDEN),
+    "linear_fc2.weight": (HIDDEN, WIDTH),
+    "linear_fc1.bias": (2 * WIDTH,),
+    "linear_fc2.bias": (HIDDEN,),
+}
 
 
-def matrices() -> dict[tuple[int, int], torch.Tensor]:
-    """(expert, part) -> full matrix; gate and up `[F, D]`, down `[D, F]`."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    return {
-        (expert, part): torch.randn(sizes[part], generator=generator)
-        for expert in range(EXPERTS)
-        for part in range(3)
-    }
-
-
+@pytest.mark.parametrize("alternates", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_of_experts_are_copied_like_their_matrices(ranks: int) -> None:
-    full = matrices()
-    gate_up = [torch.cat([full[expert, 0], full[expert, 1]]) for expert in range(EXPERTS)]
-    down = [full[expert, 2] for expert in range(EXPERTS)]
+def test_each_rank_of_an_engine_gets_its_part(ranks: int, alternates: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    full = {part: torch.randn(EXPERTS, *size, generator=generator) for part, size in SIZES.items()}
     width = WIDTH // ranks
     for rank in range(ranks):
-        single, blocks = (
-            StackedExperts(
-                w13=torch.full((EXPERTS, 2 * width, HIDDEN), torch.nan, dtype=torch.bfloat16),
-                w2=torch.full((EXPERTS, HIDDEN, width), torch.nan, dtype=torch.bfloat16),
-                rank=rank,
-            )
-            for _ in range(2)
-        )
-        for (expert, part), matrix in full.items():
-            single.copy(expert, part, matrix)
+        own = slice(rank * width, (rank + 1) * width)
+        expected = {}
+        for kind in ("weight", "bias"):
+            gate, up = full[f"linear_fc1.{kind}"].chunk(2, 1)
+            both = [gate[:, own], up[:, own]]
+            stacked = torch.stack(both, 2).flatten(1, 2) if alternates else torch.cat(both, 1)
+            expected[f"linear_fc1.{kind}"] = stacked
+        expected["linear_fc2.weight"] = full["linear_fc2.weight"][:, :, own]
+        bias = full["linear_fc2.bias"]
+        expected["linear_fc2.bias"] = bias if rank == 0 else torch.zeros_like(bias)
+        held = {part: torch.full_like(one, torch.nan) for part, one in expected.items()}
+        experts = StackedExperts(held=held, rank=rank, alternates=alternates)
         for first, stop in ((0, 1), (1, EXPERTS)):
-            for is_down, parts in ((False, gate_up), (True, down)):
-                assert not blocks.is_complete
-                tensor = torch.stack(parts[first:stop])
-                block = ExpertBlock(layer=0, first=first, is_down=is_down, tensor=tensor)
-                blocks.copy_block(block)
-        assert blocks.is_complete
-        assert torch.equal(blocks.w13, single.w13) and torch.equal(blocks.w2, single.w2)
+            for part, tensor in full.items():
+                assert not experts.is_complete
+                key = Experts(layer=0, first=first, count=stop - first, part=part)
+                experts.copy(key, tensor[first:stop])
+        assert experts.is_complete
+        for part, tensor in expected.items():
+            assert torch.equal(held[part], tensor), part
+            assert torch.equal(experts.rows(part, full[part]), tensor), part
 
 
-def test_a_matrix_that_came_twice_does_not_stand_for_another() -> None:
-    stacked = StackedExperts(w13=torch.zeros(1, 4, 3), w2=torch.zeros(1, 3, 2), rank=0)
-    for part in (0, 1, 1):
-        stacked.copy(0, part, torch.ones(2, 3))
+def test_experts_that_came_twice_do_not_stand_for_others() -> None:
+    held = {
+        part: torch.zeros(2, *SIZES[part]) for part in ("linear_fc1.weight", "linear_fc2.weight")
+    }
+    stacked = StackedExperts(held=held, rank=0)
+    one = Experts(layer=0, first=0, count=1, part="linear_fc1.weight")
+    for key in (one, one, replace(one, part="linear_fc2.weight"), replace(one, first=1)):
+        stacked.copy(key, torch.ones(1, *SIZES[key.part]))
     assert not stacked.is_complete
 
 
-def test_names_of_all_expert_matrices_are_the_checkpoints() -> None:
+@pytest.mark.parametrize("biases", [False, True])
+def test_names_of_all_experts_are_the_checkpoints(biases: bool) -> None:
     shape = ModelShape.read(tiny_config().model.path)
-    names = expert_matrices(shape)
-    assert names.keys() == {name for name in shape.tensor_shapes if ".experts." in name}
+    if biases:
+        shape = ModelShape.from_hf(family("gpt_oss"))
+    layers = expert_layers(shape)
+    assert layers.keys() == {name for name in shape.tensor_shapes if ".experts." in name}
     layer = shape.moe_layers[1]
-    block = ExpertBlock(layer=layer, first=2, is_down=False, tensor=torch.zeros(2, 4, 1))
-    assert [names[name] for name in block.names(shape)] == [
-        (layer, expert, part) for expert in (2, 3) for part in (0, 1)
+    key = Experts(layer=layer, first=2, count=2, part="linear_fc1.weight")
+    names = [
+        f"model.layers.{layer}.mlp.experts.{e}.{x}_proj.weight"
+        for e in (2, 3)
+        for x in ("gate", "up")
     ]
-    assert names[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"] == (layer, 3, 1)
+    assert list(key.names(shape)) == names and {layers[name] for name in names} == {layer}
+    full = torch.arange(2 * 4.0).view(2, 4, 1)
+    assert [(name, one.flatten().tolist()) for name, one in matrices(key, full, shape)] == [
+        *zip(names, ([0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

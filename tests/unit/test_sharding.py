@@ -19,9 +19,10 @@ import torch
 
 from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.engine.experts import StackedExperts, expert_matrices
+from r3.engine.experts import StackedExperts
 from r3.models.shape import ModelShape
 from r3.models.tensors import Shard, ShardId, SyncPlan, planned_shards, sync_plans
+from r3.policy.weight_slots import named
 from r3.sync.weights import gather
 from r3.tools import dry_run
 from tests.families import family
@@ -107,14 +108,31 @@ def memory_of(
     made: dict[ShardId, torch.Tensor] = {}
     for shard in (shard for own in shards for shard in own):
         if (shard.name, shard.index) not in made:
-            hf = [weights[name] for name in shard.hf]
-            piece = cut(hf, shard.kind, shard.index, shard.count, shape).clone()
+            each = len(shard.parts)
+            cuts = [
+                cut(
+                    [weights[x] for x in shard.hf[i : i + each]],
+                    shard.kind,
+                    shard.index,
+                    shard.count,
+                    shape,
+                )
+                for i in range(0, len(shard.hf), each)
+            ]
+            piece = torch.stack(cuts) if shard.experts else cuts[0].clone()
             assert tuple(piece.shape) == shard.shape, shard
             made[shard.name, shard.index] = piece
     return [
         {(shard.name, shard.index): made[shard.name, shard.index] for shard in own}
         for own in shards
     ]
+
+
+def tensors_of(
+    plan: SyncPlan[Shard], read: Callable[[ShardId], torch.Tensor], shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for shard, full in gather(plan, read):
+        yield from named(shard, full, shape)
 
 
 def reading(plan: SyncPlan[Shard], memory: Memory) -> Callable[[ShardId], torch.Tensor]:
@@ -136,7 +154,7 @@ def test_planned_pieces_gather_to_the_full_tensors(model: str, world: int) -> No
         memory = memory_of(shards, weights, shape)
         for hosts, reader in readings:
             plan = SyncPlan.make(shards, hosts, reader)
-            gathered = list(gather(plan, reading(plan, memory), shape))
+            gathered = list(tensors_of(plan, reading(plan, memory), shape))
             assert len(gathered) == len(weights), "a tensor is read twice, or not at all"
             for name, tensor in gathered:
                 assert torch.equal(tensor, weights[name]), (parallel, reader, name)
@@ -166,7 +184,6 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
 def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
     shape = shape_of("qwen3_moe")
     weights = random_weights(shape)
-    matrices = expert_matrices(shape)
     for parallel, engine_tp in product(layouts(world, moe=True), (1, 2, 4)):
         if world % engine_tp:
             continue
@@ -177,16 +194,20 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
             width = shape.moe_ffn_size // engine_tp
             layers = {
                 layer: StackedExperts(
-                    w13=torch.full((shape.num_experts, 2 * width, shape.hidden_size), math.nan),
-                    w2=torch.full((shape.num_experts, shape.hidden_size, width), math.nan),
+                    held={
+                        part: torch.full((shape.num_experts, *size), math.nan)
+                        for part, size in (
+                            ("linear_fc1.weight", (2 * width, shape.hidden_size)),
+                            ("linear_fc2.weight", (shape.hidden_size, width)),
+                        )
+                    },
                     rank=reader % engine_tp,
                 )
                 for layer in shape.moe_layers
             }
-            for name, tensor in gather(plan, reading(plan, memory), shape):
-                if name in matrices:
-                    layer, expert, part = matrices[name]
-                    layers[layer].copy(expert, part, tensor)
+            for shard, full in gather(plan, reading(plan, memory)):
+                if shard.experts:
+                    layers[shard.layer].copy(shard.experts, full)
             own = slice(reader % engine_tp * width, (reader % engine_tp + 1) * width)
             for layer, expert in product(shape.moe_layers, range(shape.num_experts)):
                 gate, up, down = (
@@ -194,8 +215,10 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
                     for part in ("gate", "up", "down")
                 )
                 assert layers[layer].is_complete
-                assert torch.equal(layers[layer].w13[expert], torch.cat([gate[own], up[own]]))
-                assert torch.equal(layers[layer].w2[expert], down[:, own])
+                held = layers[layer].held
+                both = torch.cat([gate[own], up[own]])
+                assert torch.equal(held["linear_fc1.weight"][expert], both)
+                assert torch.equal(held["linear_fc2.weight"][expert], down[:, own])
 
 
 def test_a_wrong_piece_shows() -> None:
@@ -212,10 +235,12 @@ def test_a_wrong_piece_shows() -> None:
         return memory[plan.sources[shard_id[0], index]][shard_id[0], index]
 
     wrong = [
-        name for name, tensor in gather(plan, read, shape) if not torch.equal(tensor, weights[name])
+        name
+        for name, tensor in tensors_of(plan, read, shape)
+        if not torch.equal(tensor, weights[name])
     ]
     assert wrong == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
-    del shards[1][-1]  # the last expert's second matrix, which no other rank has
+    del shards[1][-1]  # down of the last experts, which no other rank has
     with pytest.raises(AssertionError, match=r"no rank has shards|KeyError"):
         lost = SyncPlan.make(shards, ["a"] * 2, 0)
         assert set(lost.tensors) == set(plan.tensors), "no rank has shards"
@@ -236,7 +261,7 @@ def test_copies_of_a_sync_never_exceed_one_layer(parallel: ParallelConfig) -> No
     def sync(plan: SyncPlan[Shard]) -> None:
         kept: dict[str, list[torch.Tensor]] = {}
         read = reading(plan, memory)
-        for name, tensor in gather(plan, lambda shard_id: read(shard_id).clone(), shape):
+        for name, tensor in tensors_of(plan, lambda shard_id: read(shard_id).clone(), shape):
             layer = layer_of(name)
             kept.setdefault(layer, []).append(tensor)
             if len(kept[layer]) == parts[layer]:
