@@ -12,7 +12,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from r3.layers.attention import Packed
-    from r3.models.families import DeltaSizes
+    from r3.models.sizes import DeltaSizes
 
 CHUNK = 64
 """Tokens that are computed by products; the state goes from chunk to chunk."""

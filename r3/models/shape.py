@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from r3 import extras
-from r3.models.families import (
-    FAMILIES,
-    REFUSED,
-    MoeNames,
-    text_model,
-)
+from r3.models.families import FAMILIES, REFUSED, text_model
 from r3.models.hf_config import (
     HfConfig,
     ShapeError,
@@ -28,7 +23,7 @@ from r3.models.hf_config import (
     require_tokens,
 )
 from r3.models.hub import folder_of
-from r3.models.sizes import ModelSizes
+from r3.models.sizes import ModelSizes, MoeNames
 from r3.models.tensors import conversion_rules
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}

@@ -5,8 +5,115 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from r3.models.families import ClampedGate, DeltaSizes, LatentAttention, MoeNames
 from r3.models.hf_config import RopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of DeepSeek's multi-head latent attention (arXiv 2405.04434).
+
+    Keys and values of all heads are computed from one small vector per token.
+
+    Attributes:
+        query_rank: size of the compressed query; 0 = queries are projected directly.
+        kv_rank: size of the vector that keys and values come from.
+        nope_size: dimensions of a query or key head without rotary position.
+        rope_size: dimensions of a query or key head with rotary position.
+        value_size: dimensions of a value head.
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Sizes of gated delta layers (arXiv 2412.06464).
+
+    Attributes:
+        key_heads, value_heads: each key head serves `value_heads / key_heads` value heads.
+        key_size, value_size: dimensions of a head.
+        taps: tokens that the convolution sees.
+        interleaved: the projection has the rows of a key head together (Qwen3-Next); otherwise q, k
+            and v, the gate, beta and decay have projections of their own (Qwen3.5).
+        state_dtype: in which vLLM keeps the state between tokens; empty = in the engine's.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    interleaved: bool
+    state_dtype: Literal["", "float32", "bfloat16"] = ""
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of all key heads."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all value heads."""
+        return self.value_heads * self.value_size
+
+    def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of a layer's tensors, after `linear_attn.`."""
+        mixed = 2 * self.keys + self.values
+        widths = {"qkv": mixed, "z": self.values, "b": self.value_heads, "a": self.value_heads}
+        if self.interleaved:
+            widths = {"qkvz": mixed + self.values, "ba": 2 * self.value_heads}
+        return {
+            "A_log": (self.value_heads,),
+            "dt_bias": (self.value_heads,),
+            "conv1d.weight": (mixed, 1, self.taps),
+            **{f"in_proj_{name}.weight": (width, hidden) for name, width in widths.items()},
+            "norm.weight": (self.value_size,),
+            "out_proj.weight": (hidden, self.values),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """Activation of gpt-oss: (u + offset) g sigmoid(slope g), of gate g and up u.
+
+    Attributes:
+        limit: g is at most this, u between this and its negative.
+    """
+
+    limit: float
+    slope: float
+    offset: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeNames:
+    """Tensor names of a MoE layer, after `model.layers.N.`.
+
+    `{e}` is the number of the expert. An empty name: the family has no such tensor. They are names
+    that vLLM loads. Some checkpoints have others, or one tensor for all experts (`stacked`).
+
+    Attributes:
+        stacked: name in the checkpoint -> the tensors that it joins, if it differs from them: for
+            experts, those of one of them, joined along the first dimension. A router's bias is a
+            row there.
+        alternates: experts are joined as [experts, inputs, outputs], and the outputs of the joined
+            tensors alternate.
+        may_be_stacked: the same for tensors that only some checkpoints join. Exports do not.
+    """
+
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{e}"
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_expert: str = "mlp.shared_experts"
+    shared_gate: str = ""
+    router_bias: str = ""
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    alternates: bool = False
+    may_be_stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

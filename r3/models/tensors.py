@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
 from r3.config import ParallelConfig
-from r3.models.families import LatentAttention
-from r3.models.sizes import ModelSizes
+from r3.models.sizes import LatentAttention, ModelSizes
 
 Kind = Literal["replicated", "column", "row", "qkv", "gated"]
 """How a Megatron tensor is made of HF tensors and sharded over tensor-parallel ranks:
@@ -404,17 +403,6 @@ class SyncPlan(Generic[S]):
     reader: int
 
     @classmethod
-    def make(cls, shards: Sequence[Sequence[S]], hosts: Sequence[str], reader: int) -> SyncPlan[S]:
-        """Plan the reads of rank `reader`.
-
-        Args:
-            shards: of every rank.
-            hosts: machine of each rank.
-            reader: the rank that reads.
-        """
-        return cls.of(*collect(shards), hosts, reader)
-
-    @classmethod
     def of(
         cls,
         tensors: dict[str, S],
@@ -422,7 +410,7 @@ class SyncPlan(Generic[S]):
         hosts: Sequence[str],
         reader: int,
     ) -> SyncPlan[S]:
-        """Plan the reads of rank `reader`, given what `collect` returned.
+        """Plan the reads of rank `reader`, given what `collect` returned, and every rank's machine.
 
         A shard's source is the reader itself, else a rank of its machine (readers spread over the
         replicas), else the lowest rank that has it. All ranks send together, from the lowest rank

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from r3 import extras
 from r3.engine import sampling_seed
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
-from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan
+from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import join_shards, named
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
@@ -169,7 +169,7 @@ class WeightStream:
         self._made: tuple[int, torch.Tensor] | None = None
 
         shards = [item.shards for item in self._published]
-        self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
+        self._plan: SyncPlan[PlacedShard] = SyncPlan.of(*collect(shards), hosts, mesh.world.rank)
         self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from r3.engine.direct_weights import Piece, Target, WeightMismatch, part_of_rank, pieces_of
-from r3.models.families import DeltaSizes
 from r3.models.shape import ModelShape
+from r3.models.sizes import DeltaSizes
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -21,7 +21,7 @@ from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.engine.experts import StackedExperts
 from r3.models.shape import ModelShape
-from r3.models.tensors import Shard, ShardId, SyncPlan, planned_shards, sync_plans
+from r3.models.tensors import Shard, ShardId, SyncPlan, collect, planned_shards, sync_plans
 from r3.policy.weight_slots import named
 from r3.sync.weights import gather
 from r3.tools import dry_run
@@ -153,7 +153,7 @@ def test_planned_pieces_gather_to_the_full_tensors(model: str, world: int) -> No
         shards = [planned_shards(shape, parallel, world, rank, 4) for rank in ranks]
         memory = memory_of(shards, weights, shape)
         for hosts, reader in readings:
-            plan = SyncPlan.make(shards, hosts, reader)
+            plan = SyncPlan.of(*collect(shards), hosts, reader)
             gathered = list(tensors_of(plan, reading(plan, memory), shape))
             assert len(gathered) == len(weights), "a tensor is read twice, or not at all"
             for name, tensor in gathered:
@@ -190,7 +190,7 @@ def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
         shards = [planned_shards(shape, parallel, world, rank, 4) for rank in range(world)]
         memory = memory_of(shards, weights, shape)
         for reader in range(world):
-            plan = SyncPlan.make(shards, ["a"] * world, reader)
+            plan = SyncPlan.of(*collect(shards), ["a"] * world, reader)
             width = shape.moe_ffn_size // engine_tp
             layers = {
                 layer: StackedExperts(
@@ -227,7 +227,7 @@ def test_a_wrong_piece_shows() -> None:
     parallel = ParallelConfig(tp=2, ep=2, etp=1)
     shards = [planned_shards(shape, parallel, 2, rank, 4) for rank in range(2)]
     memory = memory_of(shards, weights, shape)
-    plan = SyncPlan.make(shards, ["a"] * 2, 0)
+    plan = SyncPlan.of(*collect(shards), ["a"] * 2, 0)
     swapped = {("decoder.layers.1.self_attention.linear_qkv.weight", i): 1 - i for i in (0, 1)}
 
     def read(shard_id: ShardId) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_a_wrong_piece_shows() -> None:
     assert wrong == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     del shards[1][-1]  # down of the last experts, which no other rank has
     with pytest.raises(AssertionError, match=r"no rank has shards|KeyError"):
-        lost = SyncPlan.make(shards, ["a"] * 2, 0)
+        lost = SyncPlan.of(*collect(shards), ["a"] * 2, 0)
         assert set(lost.tensors) == set(plan.tensors), "no rank has shards"
 
 
@@ -254,7 +254,7 @@ def test_copies_of_a_sync_never_exceed_one_layer(parallel: ParallelConfig) -> No
     weights = random_weights(shape)
     shards = [planned_shards(shape, parallel, 4, rank, 4) for rank in range(4)]
     memory = memory_of(shards, weights, shape)
-    plan = SyncPlan.make(shards, ["a"] * 4, 1)
+    plan = SyncPlan.of(*collect(shards), ["a"] * 4, 1)
 
     parts = Counter(map(layer_of, weights))
 
