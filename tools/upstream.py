@@ -84,8 +84,6 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "r3/engine/direct_weights.py": _LLM | {"quant_method": ()},  # of linear layers too
     "r3/engine/engine.py": _LLM,
-    "r3/engine/experts.py": _LLM
-    | {"module": ("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts",)},
     "r3/engine/memory.py": _LLM
     | {
         # Through the client of an engine in this process.

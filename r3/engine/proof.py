@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.direct_weights import DERIVED, Piece, as_made, part_of_rank, pieces_of
-from r3.engine.experts import StackedExperts, expert_leaves, plain_experts
+from r3.engine.direct_weights import (
+    DERIVED,
+    Piece,
+    StackedExperts,
+    as_made,
+    expert_leaves,
+    part_of_rank,
+    pieces_of,
+    plain_experts,
+)
 from r3.models.tensors import Experts
 
 if TYPE_CHECKING:

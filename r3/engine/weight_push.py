@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.direct_weights import DirectWeights, direct_weights
-from r3.engine.experts import StackedExperts, expert_leaves, matrices, plain_experts
+from r3.engine.direct_weights import (
+    DirectWeights,
+    StackedExperts,
+    direct_weights,
+    expert_leaves,
+    matrices,
+    plain_experts,
+)
 from r3.models.hf_checkpoint import joined
 from r3.models.tensors import Experts
 

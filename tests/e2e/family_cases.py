@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from r3.config import LoraConfig
-from r3.engine import experts
+from r3.engine import direct_weights
 from r3.engine.weight_push import Pushed, push
 from r3.lora.plan import adapted_tensors
 from r3.runtime.device import Device
@@ -192,11 +192,11 @@ def compare_routes(rollouts: Sequence[Rollout], folder: Path) -> tuple[int, int]
 
 def unknown_kernels(world: World) -> Pushed:
     """Push the weights while R3 knows none of vLLM's expert kernels."""
-    known, experts._PLAIN_KERNELS = experts._PLAIN_KERNELS, ()
+    known, direct_weights._PLAIN_KERNELS = direct_weights._PLAIN_KERNELS, ()
     try:
         pushed = push(world.engine.llm, world.stream.read_blocks(), world.task.shape)
     finally:
-        experts._PLAIN_KERNELS = known
+        direct_weights._PLAIN_KERNELS = known
     world.engine.reset_cache()
     return pushed
 

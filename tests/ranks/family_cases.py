@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from r3.config import Config
-from r3.engine.experts import matrices
+from r3.engine.direct_weights import matrices
 from r3.layers.attention import packed_params
 from r3.layers.layout import zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files

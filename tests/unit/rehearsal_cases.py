@@ -20,7 +20,7 @@ from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.backends.dispatch import Transfer
 from r3.config import Config
-from r3.engine.experts import StackedExperts, expert_leaves
+from r3.engine.direct_weights import StackedExperts, expert_leaves
 from r3.judges.model import Batches
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape

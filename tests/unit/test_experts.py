@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3.engine.experts import StackedExperts, expert_layers, matrices
+from r3.engine.direct_weights import StackedExperts, expert_layers, matrices
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from tests.families import family

@@ -19,7 +19,7 @@ import torch
 
 from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.engine.experts import StackedExperts
+from r3.engine.direct_weights import StackedExperts
 from r3.models.shape import ModelShape
 from r3.models.tensors import Shard, ShardId, SyncPlan, collect, planned_shards, sync_plans
 from r3.policy.weight_slots import named
