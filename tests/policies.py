@@ -22,7 +22,6 @@ from r3.config import Config
 from r3.layers.layout import local_tokens
 from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.models.tensors import planned_shards
 from r3.policy import NONE_MADE, Passes, Policy, policy_loss
 from r3.policy.weight_slots import Slot
 from r3.rollout.scored import Scored
@@ -30,6 +29,7 @@ from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync.rollouts import PackingSpec, distribute
+from r3.tools.planning.sync import planned_shards
 from r3.types import Batch, Update
 from tests.tiny import random_rollouts
 

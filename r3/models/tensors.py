@@ -1,7 +1,7 @@
 """The tensors of a model: names and shapes in the checkpoint, Megatron's names, who has what.
 
 Everything follows from `ModelSizes`, without torch. Loading, weight sync and export use the rules;
-a weight sync and the table of a dry run have one plan of which rank reads which shard from whom.
+a weight sync has a plan of which rank reads which shard from whom.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
-from r3.config import ParallelConfig
 from r3.models.sizes import LatentAttention, ModelSizes
 
 Kind = Literal["replicated", "column", "row", "qkv", "gated"]
@@ -300,91 +299,6 @@ class Shard:
 S = TypeVar("S", bound=Shard)
 
 
-def planned_shards(
-    shape: ModelSizes, parallel: ParallelConfig, world_size: int, rank: int, item_size: int
-) -> list[Shard]:
-    """List the shards that a rank of a policy has, from sizes alone.
-
-    Args:
-        shape: the model's.
-        parallel: the layout.
-        world_size: number of ranks.
-        rank: the rank, in Megatron's order (tp varies fastest, then etp, ep; pp slowest).
-        item_size: bytes per value of the policy's weights.
-    """
-    rules = conversion_rules(shape)
-    etp = parallel.experts_tp
-    per_stage = world_size // parallel.pp
-    stage, in_stage = divmod(rank, per_stage)
-    pieces = parallel.pieces(shape.num_layers)
-    own = [pieces[i] for i in range(stage, len(pieces), parallel.pp)]
-    per_rank = shape.num_experts // parallel.ep
-    first_expert = in_stage // etp % parallel.ep * per_rank
-    found: list[Shard] = []
-
-    def add(
-        name: str, rule: Rule, size: int, *, layer: int = -1, experts: Experts | None = None
-    ) -> None:
-        sizes = list(rule.hf.values())
-        is_sharded, first = rule.kind != "replicated", sizes[0]
-        rows = sum(each[0] for each in sizes)
-        count = size if is_sharded else 1
-        if rule.kind == "row":
-            local: tuple[int, ...] = (*first[:-1], first[-1] // count)
-        else:
-            local = (math.ceil(rows / count), *first[1:])  # a vocabulary is padded to the ranks
-        prefix = f"model.layers.{layer}." if layer >= 0 else ""
-        found.append(
-            Shard(
-                name=name,
-                hf=experts.names(shape) if experts else tuple(prefix + part for part in rule.hf),
-                kind=rule.kind,
-                index=in_stage % size if is_sharded else 0,
-                count=count,
-                shape=(experts.count, *local) if experts else local,
-                rows=rows,
-                # Biases of routers are float32 in every policy.
-                item_size=4 if name.endswith("expert_bias") else item_size,
-                layer=layer,
-                experts=experts,
-            )
-        )
-
-    is_first, is_last = stage == 0, stage == parallel.pp - 1
-    has_head = is_last and (not shape.tied or len(pieces) > 1)
-    top = {
-        "embedding.word_embeddings.weight": is_first,
-        "decoder.final_layernorm.weight": is_last,
-        "output_layer.weight": has_head,
-    }
-    for name, rule in rules.top.items():
-        if top[name]:
-            add(name, rule, parallel.tp)
-    for layer in (layer for piece in own for layer in piece):
-        for suffix, rule in rules.layers[layer].items():
-            add(f"decoder.layers.{layer}.{suffix}", rule, parallel.tp, layer=layer)
-        for part, rule in rules.expert.items() if layer in shape.moe_layers else ():
-            held = range(first_expert, first_expert + per_rank)
-            for experts in Experts.within(shape, layer, part, held, item_size):
-                add(experts.name, rule, etp, layer=layer, experts=experts)
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What a rank reads in a weight sync: number of shards, and bytes.
-
-    Attributes:
-        local: from its own memory.
-        peer: from other ranks' memory on its machine.
-        network: from other machines.
-    """
-
-    local: tuple[int, int]
-    peer: tuple[int, int]
-    network: tuple[int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan(Generic[S]):
     """How one rank reads the whole model.
@@ -430,18 +344,6 @@ class SyncPlan(Generic[S]):
             tensors=tensors, holders=holders, sources=sources, crossing=crossing, reader=reader
         )
 
-    @property
-    def traffic(self) -> Traffic:
-        """Shards and bytes that the rank reads, by where they are."""
-        read: dict[str, list[int]] = {"local": [], "peer": [], "network": []}
-        for shard_id, source in self.sources.items():
-            if source == self.reader:
-                where = "local"
-            else:
-                where = "network" if shard_id in self.crossing else "peer"
-            read[where].append(self.holders[shard_id][source].nbytes)
-        return Traffic(**{where: (len(sizes), sum(sizes)) for where, sizes in read.items()})
-
 
 def collect(
     shards: Sequence[Sequence[S]],
@@ -464,33 +366,3 @@ def collect(
     order = dict(sorted(kept.items(), key=lambda item: item[1].layer))
     wanted = [(name, index) for name, shard in order.items() for index in range(shard.count)]
     return order, {shard_id: holders[shard_id] for shard_id in wanted}
-
-
-def sync_plans(
-    shape: ModelSizes,
-    parallel: ParallelConfig,
-    hosts: Sequence[str],
-    readers: Sequence[int],
-    item_size: int,
-) -> Iterator[SyncPlan[Shard]]:
-    """Yield the plan of each reader, from sizes alone.
-
-    Args:
-        shape: the model's.
-        parallel: the policy's layout.
-        hosts: machine of each rank.
-        readers: ranks.
-        item_size: bytes per value of the policy's weights.
-    """
-    world_size, etp = len(hosts), parallel.experts_tp
-    made: dict[tuple[int, ...], list[Shard]] = {}  # data-parallel ranks have the same
-    shards = []
-    for rank in range(world_size):
-        stage, in_stage = divmod(rank, world_size // parallel.pp)
-        place = (stage, in_stage % parallel.tp, in_stage % (etp * parallel.ep))
-        if place not in made:
-            made[place] = planned_shards(shape, parallel, world_size, rank, item_size)
-        shards.append(made[place])
-    tensors, holders = collect(shards)
-    for reader in readers:
-        yield SyncPlan.of(tensors, holders, hosts, reader)

@@ -138,7 +138,7 @@ class WeightStream:
         changing: tensors with adapters, and those that the policy joins with them. Only these
             change; empty: all do.
         crosses_network: some shards cross the network: all ranks must read together.
-        traffic: shards and bytes that this rank reads from itself, its machine and others.
+        plan: which shard is read from which rank.
     """
 
     def __init__(
@@ -169,20 +169,19 @@ class WeightStream:
         self._made: tuple[int, torch.Tensor] | None = None
 
         shards = [item.shards for item in self._published]
-        self._plan: SyncPlan[PlacedShard] = SyncPlan.of(*collect(shards), hosts, mesh.world.rank)
-        self.crosses_network = bool(self._plan.crossing)
+        self.plan: SyncPlan[PlacedShard] = SyncPlan.of(*collect(shards), hosts, mesh.world.rank)
+        self.crosses_network = bool(self.plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
-            for shard in self._plan.tensors.values()
+            for shard in self.plan.tensors.values()
             for name in shard.hf
         }
-        self.traffic = self._plan.traffic
         lora, freeze = policy.config.lora, policy.config.train.freeze
         plan = extras.adapter_plan() if lora.rank else None
         adapted = plan.adapted_tensors(policy.shape, lora, freeze).keys() if plan else set()
         self.changing = {
             name
-            for shard in self._plan.tensors.values()
+            for shard in self.plan.tensors.values()
             if not adapted.isdisjoint(shard.hf)
             for name in shard.hf
         }
@@ -230,7 +229,7 @@ class WeightStream:
         assert self._addresses == self._places(), (
             f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
-        yield from gather(self._plan, self._read_shard, only)
+        yield from gather(self.plan, self._read_shard, only)
         self._made = None
 
     def _places(self) -> list[int]:
@@ -239,9 +238,9 @@ class WeightStream:
         return [buffer.data_ptr() for buffer in buffers]
 
     def _read_shard(self, shard_id: ShardId) -> torch.Tensor:
-        source = self._plan.sources[shard_id]
-        shard = self._plan.holders[shard_id][source]
-        if shard_id not in self._plan.crossing:  # on CUDA, a peer's memory mapped on this device
+        source = self.plan.sources[shard_id]
+        shard = self.plan.holders[shard_id][source]
+        if shard_id not in self.plan.crossing:  # on CUDA, a peer's memory mapped on this device
             return self._view(source, shard)
         if self._mesh.world.rank == source:
             part = self._view(source, shard)

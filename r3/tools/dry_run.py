@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.models.tensors import sync_plans
 from r3.tools.planning.layout_search import RANKS_PER_MACHINE
 from r3.tools.planning.memory_plan import (
     GIB,
@@ -20,6 +19,7 @@ from r3.tools.planning.memory_plan import (
     sequence_bytes,
     stage_pieces,
 )
+from r3.tools.planning.sync import Traffic, sync_plans
 from r3.tools.planning.verdict import verdict
 
 _SHOWN_RANKS = 16
@@ -187,7 +187,7 @@ def _sync(config: Config, shape: ModelShape, world_size: int) -> str:
     size = BYTES_OF[config.model.dtype]
     rows: list[Sequence[str]] = [("rank", "own memory", "same machine", "network")]
     for plan in sync_plans(shape, config.parallel, hosts, readers, size):
-        traffic = plan.traffic
+        traffic = Traffic.of(plan)
         parts = (traffic.local, traffic.peer, traffic.network)
         rows.append((str(plan.reader), *(_gib(read) for _, read in parts)))
     rows += _more(world_size)

@@ -13,6 +13,7 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync.residency import State
 from r3.sync.weights import SyncError, prove_weights
+from r3.tools.planning.sync import Traffic
 from tests.engines import World, engine_from_disk, one_round, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
@@ -82,7 +83,7 @@ def push_equals_fresh_engine(
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     loaded = signature(world.collect(1, engine=fresh).rollouts)
-    traffic = world.stream.traffic
+    traffic = Traffic.of(world.stream.plan)
     if device.rank == device.world_size - 1:
         world.engine.llm.collective_rpc(_spoil)
     stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)

@@ -21,10 +21,11 @@ from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.engine.direct_weights import StackedExperts
 from r3.models.shape import ModelShape
-from r3.models.tensors import Shard, ShardId, SyncPlan, collect, planned_shards, sync_plans
+from r3.models.tensors import Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import named
 from r3.sync.weights import gather
 from r3.tools import dry_run
+from r3.tools.planning.sync import Traffic, planned_shards, sync_plans
 from tests.families import family
 from tests.memory import peak_bytes
 
@@ -173,7 +174,7 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
         if everywhere:
             assert hosts[source] == hosts[plan.reader]
             assert plan.reader not in ranks or source == plan.reader
-    traffic = plan.traffic
+    traffic = Traffic.of(plan)
     sizes = [plan.holders[shard_id][source].nbytes for shard_id, source in plan.sources.items()]
     assert traffic.local[1] + traffic.peer[1] + traffic.network[1] == sum(sizes)
     if world == 1:
@@ -304,6 +305,7 @@ def test_layers_of_another_machine_cross_the_network() -> None:
     far = ("model.layers.2.", "model.layers.3.", "model.norm", "lm_head")
     expected = sum(size for name, size in bytes_of.items() if name.startswith(far))
     # The vocabulary of 13 is not padded without tensor parallelism.
-    assert plan.traffic.network[1] == expected
-    assert plan.traffic.local[1] == sum(bytes_of.values()) - expected
-    assert plan.traffic.peer == (0, 0)
+    traffic = Traffic.of(plan)
+    assert traffic.network[1] == expected
+    assert traffic.local[1] == sum(bytes_of.values()) - expected
+    assert traffic.peer == (0, 0)
