@@ -15,11 +15,11 @@ _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.30's 
 def device_problems(config: Config, shape: ModelShape, *, is_cuda: bool) -> list[Problem]:
     """Everything that keeps a config from running on this kind of device."""
     if is_cuda:
-        return [*allocator_problems(os.environ), *cuda_expert_problems(config, shape)]
-    return cpu_engine_problems(config, shape) if config.uses_engine else []
+        return [*_allocator_problems(os.environ), *_cuda_expert_problems(config, shape)]
+    return _cpu_engine_problems(config, shape) if config.uses_engine else []
 
 
-def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+def _cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Sizes of a model that vLLM 0.30's CPU kernels cannot run or take new weights into."""
     sizes: list[tuple[str, int, bool, str]] = []
     if shape.latent:
@@ -62,7 +62,7 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
     ]
 
 
-def cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
+def _cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Experts whose rows the grouped product refuses on CUDA: they must begin at 16 bytes."""
     parallel = config.parallel
     each = shape.moe_ffn_size // parallel.experts_tp
@@ -84,7 +84,7 @@ def cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
     ]
 
 
-def allocator_problems(environment: Mapping[str, str]) -> list[Problem]:
+def _allocator_problems(environment: Mapping[str, str]) -> list[Problem]:
     """Settings of torch's CUDA allocator under which ranks cannot share weights.
 
     Memory of expandable segments has no IPC handle. vLLM's sleep mode refuses them too, but reads

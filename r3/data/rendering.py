@@ -21,7 +21,7 @@ from jinja2 import Environment, TemplateError, meta, nodes
 
 from r3.data.conversation import REASONING, tool_name
 from r3.types import Message
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import time_limit
 
 Rule = Literal["learned", "shown", "history"]
 """What must appear. learned: all of it, character for character. shown: white space at both ends of

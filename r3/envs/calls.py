@@ -16,8 +16,7 @@ from r3.metrics.glossary import checked_metrics
 from r3.runtime.process_state import restored
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError, awaited, flag, number, own_copy
-from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem, time_limit
 
 Observed = (
     tuple[Sequence[Message], float | None, bool]

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from r3 import extras
 from r3.config import ConfigError, EnvConfig
-from r3.config.arguments import Taker
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
-from r3.user_code.loading import assign, load_for, problem
+from r3.user_code.loading import Wanted, load_functions, problem
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
     "single_turn": SingleTurn,
@@ -50,19 +49,15 @@ def find(settings: EnvConfig) -> type[Any]:
         return problem("env.path", settings.path, rule, fix)
 
     name = settings.path.rpartition(":")[2]
-    found: Any = load_for("env.path", settings.path, f"class {name}")
-    if not inspect.isclass(found):
-        raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step, or run")
-    signature = inspect.signature(found)
-    (arguments,) = assign("env.args", settings.args, [Taker(name=name, signature=signature)])
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise refuse(
-            f"{name}({given}) cannot be created: {error}",
-            "give the parameters of __init__ defaults, or set them with --env.args key=value",
-        ) from None
+    wanted = Wanted(
+        field="env.path",
+        name=name,
+        spec=settings.path,
+        passed=(),
+        also=" and give the parameters of __init__ defaults",
+        is_class=True,
+    )
+    found: Any = load_functions([wanted], "env.args", settings.args)[0].function
     workflow = is_workflow(found)
     for method, parameters in (_WORKFLOW_METHODS if workflow else _METHODS).items():
         function = getattr(found, method, None)

@@ -15,7 +15,7 @@ from typing import Any
 from r3.data.conversation import arguments_of, read_json
 from r3.runtime.terminal import say
 from r3.user_code.calls import own_copy
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import time_limit
 
 _CALL_MARKS = re.compile("</?think>|</?tool_call>")
 _THOUGHT_MARKS = re.compile("</?think>")

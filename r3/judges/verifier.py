@@ -20,7 +20,7 @@ from r3.rewards import Score, checked
 from r3.runtime.terminal import say
 from r3.types import Prompt
 from r3.user_code.calls import CallError, own_copy
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import time_limit
 
 # It warns at every call that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

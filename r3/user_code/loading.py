@@ -1,4 +1,4 @@
-"""Load functions and classes from users' files, each named `path/to/file.py:name`.
+"""Load functions and classes from users' files, each named `path/to/file.py:name`; limit time.
 
 A file runs once per process and run, within a time limit: `forget_files` makes the next run read
 it again. Like a script, it imports the modules beside it, before others of their names. They are
@@ -11,40 +11,118 @@ Worker processes import this module first. So it imports what settings need only
 from __future__ import annotations
 
 import builtins
+import ctypes
 import hashlib
 import importlib
 import inspect
 import os
 import re
+import signal
 import stat
 import sys
 import sysconfig
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from r3.runtime.process_state import restored
-from r3.user_code.time_limit import time_limit
 
 if TYPE_CHECKING:
     from r3.config import AlgoConfig, ConfigError, Problem
-    from r3.config.arguments import Taker
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 # For the imports of a user's file, and the start of a worker's interpreter; a loaded machine needs
 # seconds.
 START_LIMIT_S = 120.0
+_AGAIN_S = 1.0  # until code that has caught its end is ended again, in the main thread
 
 # What users' functions of the algorithm get by position.
 _PASSED = {"loss": ("inputs", "bounds"), "advantage": ("rewards_R", "groups_R")}
+
+
+class _Expired(BaseException):
+    """Ends a function; no handler of `Exception` stops it."""
+
+
+def time_limit(
+    function: Callable[[], Result], seconds: float, error: Callable[[], Exception]
+) -> Result:
+    """Call a function in any thread, and raise `error()` out of it after so many seconds.
+
+    Python code is interrupted between two of its instructions, a call into C when it returns. In
+    the main thread a regular expression is interrupted, too.
+    """
+    if threading.current_thread() is threading.main_thread():
+        expired = _Expired()
+        try:
+            with _alarm(seconds, expired):
+                return function()
+        except _Expired as caught:
+            if caught is not expired:  # of a limit around this one
+                raise
+            raise error() from None
+    # Threads get no signals: another thread sets the exception.
+    thread, lock = threading.get_ident(), threading.Lock()
+    over = sent = received = False
+
+    def expire() -> None:
+        nonlocal sent
+        with lock:
+            if not over:
+                sent = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_Expired)
+                )
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    try:
+        try:
+            timer.start()
+            return function()
+        except _Expired:
+            received = True
+            raise
+        finally:
+            timer.cancel()
+            with lock:
+                over = True
+            while sent and not received:  # it is raised here, and in nothing that follows
+                time.sleep(0.001)
+    except _Expired:
+        raise error() from None
+
+
+@contextmanager
+def _alarm(seconds: float, expired: _Expired) -> Iterator[None]:
+    """Raise `expired` in the block of the main thread after so many seconds, by a signal."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise expired
+
+    previous = signal.signal(signal.SIGALRM, end)
+    began = time.monotonic()
+    pending_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        # An earlier alarm, such as that of a test's time limit, stays set.
+        left_s = max(pending_s - (time.monotonic() - began), 0.001) if pending_s else 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 def file_fault(path: str) -> str:
@@ -266,7 +344,7 @@ def _place(error: Exception, file: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A function that a setting names, and how R3 will call it.
+    """A function or class that a setting names, and how R3 will call it.
 
     Attributes:
         field: the setting.
@@ -274,6 +352,7 @@ class Wanted:
         passed: names of what R3 passes by position.
         optional: names of what R3 passes by keyword if the function has such a parameter.
         also: another form of the definition, for messages.
+        is_class: whether it is a class.
     """
 
     field: str
@@ -282,11 +361,13 @@ class Wanted:
     passed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     also: str = ""
+    is_class: bool = False
 
     @property
     def definition(self) -> str:
-        """How the function begins."""
-        return f"def {self.spec.rpartition(':')[2]}({', '.join(self.passed)})"
+        """How the function or class begins."""
+        name = self.spec.rpartition(":")[2]
+        return f"class {name}" if self.is_class else f"def {name}({', '.join(self.passed)})"
 
     def load(self) -> Callable[..., Any]:
         """Load the function.
@@ -295,9 +376,9 @@ class Wanted:
             ConfigError: it cannot be loaded, or is no function.
         """
         function = load_for(self.field, self.spec, self.definition)
-        if not callable(function):
+        if not (inspect.isclass(function) if self.is_class else callable(function)):
             file, _, name = self.spec.rpartition(":")
-            rule = f"{name} is not a function in {file}"
+            rule = f"{name} is not a {'class' if self.is_class else 'function'} in {file}"
             raise problem(self.field, self.spec, rule, f"write `{self.definition}` there")
         return cast("Callable[..., Any]", function)
 
@@ -395,21 +476,6 @@ def functions_of_algorithm(algo: AlgoConfig) -> dict[str, UserFunction]:
     ]
     loaded = load_functions(wanted, "algo.args", algo.args)
     return dict(zip(algo.own_functions, loaded, strict=True))
-
-
-def assign(field: str, items: Sequence[str], takers: Sequence[Taker]) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each taker from a setting; see `assigned`.
-
-    Raises:
-        ConfigError: an argument fits none.
-    """
-    from r3.config import ConfigError, Problem
-    from r3.config.arguments import assigned
-
-    given, faults = assigned(items, takers)
-    if faults:
-        raise ConfigError([Problem(field, *fault) for fault in faults])
-    return given
 
 
 def problem(field: str, spec: object, rule: str, fix: str) -> ConfigError:

@@ -10,7 +10,6 @@ import pytest
 
 from r3 import checks
 from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
-from r3.backends.check import cpu_engine_problems
 from r3.config import ADVANTAGES as ADVANTAGE_NAMES
 from r3.config import LOSSES as LOSS_NAMES
 from r3.config import (
@@ -22,6 +21,7 @@ from r3.config import (
 )
 from r3.config.arguments import keyword_arguments
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.extras import device_problems
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
 from tests.settings import TINY, changed, found
@@ -371,28 +371,30 @@ def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
 
     folder = family_checkpoint(tmp_path / "unfit", name)
     config = tiny_config(folder)
-    message = str(ConfigError(cpu_engine_problems(config, ModelShape.read(folder))))
+    message = str(ConfigError(device_problems(config, ModelShape.read(folder), is_cuda=False)))
     assert all(rule in message for rule in rules) and "run on a GPU, or" in message
     if not has_gpu():
         with pytest.raises(ConfigError, match=rules[0].replace("+", ".")):
             read_task(config)
     fit = family_checkpoint(tmp_path / "fit", name, **engine_sizes(name))
-    assert cpu_engine_problems(config, ModelShape.read(fit)) == []
+    assert device_problems(config, ModelShape.read(fit), is_cuda=False) == []
     half = with_values(config, {"parallel.engine_tp": 4})  # 64 / 4 is no multiple of 32
-    assert "on each of the 4 ranks" in str(cpu_engine_problems(half, ModelShape.read(fit))[0])
+    assert "on each of the 4 ranks" in str(
+        device_problems(half, ModelShape.read(fit), is_cuda=False)[0]
+    )
 
 
 def test_what_vllm_lacks_for_gated_delta_layers_on_cpu_is_refused(tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path / "next", "qwen3_next", linear_key_head_dim=12)
     config, shape = tiny_config(folder), ModelShape.read(folder)
-    message = str(ConfigError(cpu_engine_problems(config, shape)))
+    message = str(ConfigError(device_problems(config, shape, is_cuda=False)))
     assert "linear_key_head_dim is 12" in message and "it is 64 or 128" in message
     assert "gated delta layers on CPU in bfloat16 only" in message
     fit = family_checkpoint(tmp_path / "fit", "qwen3_next", **engine_sizes("qwen3_next"))
     half = with_values(config, {"engine.dtype": "bfloat16", "model.dtype": "bfloat16"})
-    assert cpu_engine_problems(half, ModelShape.read(fit)) == []
+    assert device_problems(half, ModelShape.read(fit), is_cuda=False) == []
     other = family_checkpoint(tmp_path / "q", "qwen3_5_moe", **engine_sizes("qwen3_5_moe"))
-    assert cpu_engine_problems(half, ModelShape.read(other)) == []
+    assert device_problems(half, ModelShape.read(other), is_cuda=False) == []
 
 
 @pytest.mark.parametrize("name", ["tp", "cp"])
@@ -447,7 +449,7 @@ def test_windows_and_biased_experts_are_not_divided(tmp_path: Path) -> None:
         assert said in str(ConfigError(found))
     fine = with_values(config, {"parallel.tp": 2, "parallel.etp": 1, "parallel.ep": 2})
     assert checks.examine(fine, 2, shape).problems == ()
-    (problem,) = cpu_engine_problems(config, shape)
+    (problem,) = device_problems(config, shape, is_cuda=False)
     assert "attention with sinks on CPU in bfloat16 only" in str(problem)
 
 

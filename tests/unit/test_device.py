@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from r3.backends.check import allocator_problems, cuda_expert_problems
+from r3.extras import device_problems
 from r3.models.shape import ModelShape
 from r3.runtime.device import (
     Device,
@@ -109,26 +110,33 @@ def test_copies_on_the_host_are_reused() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_are_refused_under_both_names(name: str) -> None:
-    (problem,) = allocator_problems({name: "max_split_size_mb:64, Expandable_Segments : True"})
+def test_expandable_segments_are_refused_under_both_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    shape = ModelShape.read(config.model.path)
+    monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
+    (problem,) = device_problems(config, shape, is_cuda=True)
     assert problem.field == name and "memory handles" in problem.rule and name in problem.fix
-    assert allocator_problems({name: "expandable_segments:False"}) == allocator_problems({}) == []
+    assert device_problems(config, shape, is_cuda=False) == []
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert device_problems(config, shape, is_cuda=True) == []
 
 
 def test_experts_that_the_grouped_product_refuses_on_cuda_are_refused() -> None:
-    config = tiny_config(model={"dtype": "bfloat16"})
-    shape = ModelShape.read(config.model.path)  # experts of width 64
-    assert cuda_expert_problems(config, shape) == []
-    narrow = replace(shape, moe_ffn_size=36)
-    (problem,) = cuda_expert_problems(config, narrow)
+    def found(width: int = 36, changes: dict[str, Any] | None = None, **other: Any) -> list[Any]:
+        config = tiny_config(**({"model": {"dtype": "bfloat16"}} | (changes or {})))
+        narrow = replace(ModelShape.read(config.model.path), moe_ffn_size=width, **other)
+        return device_problems(config, narrow, is_cuda=True)
+
+    assert found(width=64) == []
+    (problem,) = found()
     assert (problem.field, "36" in problem.rule) == ("model.experts", True)
-    sharded = tiny_config(model={"dtype": "bfloat16"}, parallel={"tp": 2})
-    assert cuda_expert_problems(sharded, replace(shape, moe_ffn_size=72))  # 36 per rank
+    assert found(width=72, changes={"parallel": {"tp": 2}})  # 36 per rank
     # float32 has twice as many bytes per number, and other ways have no such rule.
-    assert cuda_expert_problems(tiny_config(), narrow) == []
-    loop = tiny_config(model={"dtype": "bfloat16", "experts": "sequential"})
-    assert cuda_expert_problems(loop, narrow) == []
-    assert cuda_expert_problems(config, replace(narrow, moe_layers=())) == []
+    assert found(changes={"model": {"dtype": "float32"}}) == []
+    assert found(changes={"model": {"dtype": "bfloat16", "experts": "sequential"}}) == []
+    assert found(moe_layers=()) == []
 
 
 def test_free_port_is_no_port_that_a_connection_can_take() -> None:

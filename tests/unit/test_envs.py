@@ -50,7 +50,7 @@ class Mine:
         (GOOD.replace("def step", "def stop_"), "Mine", "has no method step"),
         (GOOD.replace("(self, prompt)", "(self)"), "Mine", "Mine.reset cannot be"),
         (GOOD.replace("(self, message)", "(self, message, turn)"), "Mine", "Mine.step cannot be"),
-        (GOOD + "    def __init__(self, what): pass\n", "Mine", "cannot be created"),
+        (GOOD + "    def __init__(self, what): pass\n", "Mine", "parameters of __init__ defaults"),
         (GOOD + "raise OSError('at import')\n", "Mine", "mine.py:8 raised OSError: at import"),
         ("class Mine(:\n", "Mine", "raised SyntaxError"),
     ],

@@ -33,8 +33,7 @@ from r3.models.shape import ModelShape
 from r3.rollout.task import read_task
 from r3.types import Prompt
 from r3.user_code.calls import CallError
-from r3.user_code.loading import UserFileError, load
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import UserFileError, load, time_limit
 from tests.settings import found, found_in_files
 from tests.tiny import tiny_config
 

@@ -25,7 +25,7 @@ from r3.judges.chat import parsed
 from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code.calls import CallError
-from r3.user_code.time_limit import time_limit
+from r3.user_code.loading import time_limit
 
 pytestmark = pytest.mark.unit
 
