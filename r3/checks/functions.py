@@ -24,7 +24,10 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     Returns:
         Settings without effect.
     """
-    from r3.envs.find import find, is_workflow  # numpy comes with them, and a dry run has no use
+    specs = (*config.algo.own_functions.values(), *config.reward_functions, config.env.path)
+    if not any(":" in spec for spec in (*specs, *config.eval.env)):
+        return []
+    from r3.envs.find import find, is_workflow  # numpy comes with them
     from r3.rewards import own_functions
 
     known = {(each.field, str(each.value)) for each in problems}
@@ -39,7 +42,8 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         except ConfigError as error:
             for each in error.problems:
                 renamed = replace(each, field=(fields or {}).get(str(each.value), each.field))
-                if (renamed.field, str(renamed.value)) not in known:
+                spec = str(each.value)
+                if not known & {(renamed.field, spec), (renamed.field, spec.rpartition(":")[0])}:
                     problems.append(renamed)
 
     def load_rewards() -> None:
@@ -56,8 +60,6 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
 
     def load_environment() -> None:
         found = find(config.env)
-        if not config.env.path:
-            return
         if is_workflow(found):
             notes.extend(extras.check_workflow(config))
         elif config.algo.baseline != "prompt":
@@ -66,7 +68,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
 
     if not config.eval.only:
         collect(lambda: functions_of_algorithm(config.algo))
-    if not config.env.command:
+    if config.env.path and not config.env.command:
         collect(load_environment)
     named = {spec: "eval.function" for spec in config.eval.function}
     named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
@@ -184,7 +186,7 @@ def check_file(spec: str, field: str, found: Findings) -> None:
     """The file of `file.py:name` is one."""
     path = spec.rpartition(":")[0]
     if fault := file_fault(path):
-        found.add(field, fault, path_fix(path), value=spec)
+        found.add(field, fault, path_fix(path), value=path)
 
 
 def check_environment(config: Config, found: Findings) -> None:
@@ -201,6 +203,9 @@ def check_environment(config: Config, found: Findings) -> None:
         found.add("data.continue_final_message", rule, "leave it out")
     if env.command:
         extras.check_command(config, found)
+    if env.args and env.is_built_in:
+        rule, fix = f"the built-in environment {env.name} takes none", "leave them out"
+        found.add("env.args", rule, fix)
     if env.path and env.name != EnvConfig().name:
         rule = "is set together with env.path: a conversation has one environment"
         found.add("env.name", rule, "give one of the two")

@@ -42,15 +42,6 @@ pytestmark = pytest.mark.unit
 COLUMNS = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
 
 
-@pytest.mark.parametrize("code", ["0", "3", "'text'", ""])
-def test_exit_at_import_is_no_success(code: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(f"import sys\nclass Mine:\n    pass\nsys.exit({code})\n")
-    found = found_in_files({"reward.function": f"{path}:Mine", "env.path": f"{path}:Mine"})
-    for field in ("reward.function", "env.path"):
-        assert "mine.py calls sys.exit(" in found[field]
-
-
 @pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(60)"])
 def test_import_that_never_ends_names_the_file(body: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
@@ -68,18 +59,6 @@ def test_time_limit_ends_with_the_import(tmp_path: Path) -> None:
     path.write_text("def score(response, prompt): return 1.0\n")
     load(f"{path}:score", limit_s=0.2)
     time.sleep(0.4)  # an alarm that was left would raise here
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder", "missing", "long"])
-def test_path_that_is_no_file_is_said(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / (("x" * 300 if kind == "long" else "mine") + ".py")
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    values = {"reward.function": f"{path}:f", "env.path": f"{path}:Mine", "algo.loss": f"{path}:f"}
-    for said in (found(values), found_in_files(values)):
-        assert all(str(path) in said[field] for field in values)
 
 
 def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
@@ -412,21 +391,24 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
         read_task(small_task(model))
 
 
-def test_settings_that_name_a_fifo_or_a_long_path_are_refused(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo.py"
-    os.mkfifo(fifo)
-    os.mkfifo(tmp_path / "rows.parquet")
-    long = "x" * 5000
-    settings: dict[str, dict[str, Any]] = {
-        "data": {"path": (str(tmp_path / "rows.parquet"), long, f"{long}:train")},
-        "eval": {"path": (f"{long}.parquet",)},
-        "env": {"path": f"{fifo}:Mine"},
-        "reward": {"function": (f"{fifo}:f", "http"), "prompt_file": str(fifo), "url": "http://x"},
-        "model": {"path": long},
-    }
-    found = {problem.field for problem in problems(tiny_config(**settings), 1)}
-    wanted = {"data.path", "eval.path", "env.path", "reward.function", "reward.prompt_file"}
-    assert wanted | {"model.path"} <= found
+@pytest.mark.parametrize("kind", ["fifo", "folder", "missing", "long"])
+def test_a_path_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    def odd(suffix: str) -> str:
+        path = tmp_path / (("x" * 300 if kind == "long" else "mine") + suffix)
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "folder" and suffix != ".parquet":  # a folder of data is one
+            path.mkdir()
+        return str(path)
+
+    python, rows = odd(".py"), odd(".parquet")
+    files = {"env.path": f"{python}:Mine", "algo.loss": f"{python}:f"}
+    files["reward.function"] = f"{python}:f"
+    others = {"data.path": rows, "eval.path": rows, "model.path": odd("")}
+    judge = {"eval.function": "http", "reward.prompt_file": odd(".txt"), "reward.url": "http://x"}
+    said = found(files | others | judge)
+    assert {*files, *others, "reward.prompt_file"} <= said.keys()
+    assert all(python in message for message in found_in_files(files).values())
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def test_what_names_no_function_is_refused(
         ("import no_such_module", "mine.py:1 raised ModuleNotFoundError"),
         ("\n\n1 / 0", "mine.py:3 raised ZeroDivisionError"),
         ("def reward(", "raised SyntaxError"),
-        ("import sys; sys.exit(0)", "calls sys.exit(0) while it is imported"),
+        ("import sys; sys.exit(0)", "mine.py calls sys.exit(0) while it is imported"),
+        ("import sys; sys.exit('text')", "mine.py calls sys.exit(text)"),
+        ("import sys; sys.exit()", "mine.py calls sys.exit()"),
     ],
 )
 @pytest.mark.parametrize("field", ["reward.function", "eval.function", "reward.row_functions"])
