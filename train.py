@@ -43,11 +43,11 @@ def train(run: Run) -> None:
     source = None
     if config.train.objective != "sft":  # which learns rows: nothing is sampled
         source = RolloutSource(run.engine, task, config, run.mesh)
-    if not run.start.found:
+    if not run.opened.checkpoint:
         if evaluate_if_due(run, 0):
             meter.close_step(0)
     elif source:
-        source.restore(run.start.found.folder)
+        source.restore(run.opened.checkpoint)
     saver = Saver(run)
 
     for step in range(run.steps_done + 1, saver.last_step + 1):

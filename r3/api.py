@@ -192,7 +192,7 @@ def _run_here(invocation: Invocation) -> None:
         # at once: the inner report comes before anything is closed.
         report = FailureReport(prepared.folder.path, rank=rank) if several else nullcontext()
         try:
-            with report, begin(prepared) as run, closing(run), report, run.background:
+            with report, begin(prepared) as run, closing(run), report, run.checkpointer:
                 make_steps(run)
         finally:
             prepared.watchdog.close()

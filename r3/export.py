@@ -44,12 +44,11 @@ from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
 from r3.run.build import init_rank
+from r3.run.digests import changed_since, of_model, read_digests
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import DamageError, read_manifest
+from r3.run.open import require_whole, settings_of
 from r3.run.prepare import refusing
-from r3.run.resume import Found
-from r3.run.sources import of_model, read_sources, settings_of
-from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
@@ -62,7 +61,8 @@ class Order:
     config: Config
     shape: ModelShape
     small_files: dict[str, bytes]
-    found: Found
+    checkpoint: Path
+    step: int
     to: Path
     adapter: bool
 
@@ -131,7 +131,8 @@ def parse(argv: Sequence[str]) -> Order:
         config=config,
         shape=shape,
         small_files=with_end_tokens(small_files, Renderer(tokenizer, variables).ends),
-        found=Found(folder=saved[step], step=step),
+        checkpoint=saved[step],
+        step=step,
         to=to,
         adapter=words.adapter,
     )
@@ -141,12 +142,13 @@ def _changed(
     run_dir: RunDir, config: Config, small_files: dict[str, bytes], tokenizer: Any
 ) -> list[Problem]:
     """Parts of the starting model that are not those the run was trained with."""
-    earlier = read_sources(run_dir)
+    earlier = read_digests(run_dir)
     if earlier is None:  # the file is lost
         return []
     path = config.model.path
     base = path if config.lora.rank else ""
-    changed = of_model(small_files, tokenizer.chat_template, weights=base).changed_since(earlier)
+    now = of_model(small_files, tokenizer.chat_template, weights=base)
+    changed = changed_since(earlier, now)
     fix = "restore it: the export would not be what was trained"
     return [
         Problem("model.path", path, f"its {group} changed since the run was trained", fix)
@@ -168,7 +170,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
             reader.require(order.shape)
             load(slots(chunks, order.shape, mesh), reader.read, order.shape)
         adapters.start(keep=True)
-    checkpoint.load_weights(order.found, chunks, mesh)
+    checkpoint.load_weights(order.checkpoint, chunks, mesh)
     if order.adapter:
         ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
         config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
@@ -186,7 +188,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         ),
         small_files=order.small_files,
         dtype=megatron.params_dtype,
-        metadata={"step": order.found.step, "from": order.config.model.path},
+        metadata={"step": order.step, "from": order.config.model.path},
     )
 
 
@@ -203,9 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         order = parse(sys.argv[1:] if argv is None else argv)
     device, mesh = init_rank(replace(order.config, parallel=ParallelConfig()))
     with refusing():
-        require_whole(order.found.folder, order.found.step, mesh.world)
+        require_whole(order.checkpoint, order.step, mesh.world)
     write(order, device, mesh)
-    say(f"{order.to}: the weights after step {order.found.step}")
+    say(f"{order.to}: the weights after step {order.step}")
     leave(0)
 
 

@@ -37,11 +37,9 @@ from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir, replacing, step_folders
+from r3.run.open import require_whole, settings_of
 from r3.run.prepare import refusing
-from r3.run.resume import Found
 from r3.run.samples import read_rollouts
-from r3.run.sources import settings_of
-from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
@@ -300,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with refusing():
             require_whole(order.weights.folder, policy_version, mesh.world)
         checkpoint.load(
-            Found(folder=order.weights.folder, step=policy_version),
+            order.weights.folder,
             policy,
             device,
             mesh,

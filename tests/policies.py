@@ -25,7 +25,8 @@ from r3.models.shape import BYTES_OF, ModelShape
 from r3.policy import NONE_MADE, Passes, Policy, policy_loss
 from r3.policy.weight_slots import Slot
 from r3.rollout.scored import Scored
-from r3.run import checkpoint
+from r3.run.checkpointer import Checkpointer
+from r3.run.state import RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync.rollouts import PackingSpec, distribute
@@ -75,10 +76,22 @@ def step_rewards(
     )
 
 
-def save_checkpoint(folder: Path, *given: Any, **settings: Any) -> Path:
-    """Capture the state of a policy and write it at once; arguments are those of `capture`."""
-    *_, mesh = given
-    return checkpoint.capture(folder, *given, **settings).write(mesh.world)
+def save_checkpoint(
+    folder: Path,
+    policy: Policy,
+    device: Device,
+    mesh: Mesh,
+    *,
+    step: int,
+    keep: int = 0,
+    state: RunState | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Save the state of a policy at once."""
+    checkpointer = Checkpointer(folder, keep=keep, state=state)
+    return checkpointer.write(
+        checkpointer.copy(policy, device, mesh, step=step, files=files), mesh.world
+    )
 
 
 def require_planned(policy: Policy) -> None:

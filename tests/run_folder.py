@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from r3.config import to_yaml
 from r3.rollout.scored import Scored
-from r3.run.folder import RunDir, write_text
+from r3.run.checkpointer import Checkpointer, Copy
+from r3.run.folder import RunDir, step_folders, write_text
 from r3.run.samples import write_eval, write_rollouts
+from r3.run.state import RunState
 from r3.types import Message, Prompt, Rollout
 from tests.tiny import tiny_config
 
@@ -148,3 +152,20 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
             ],
         )
     return path
+
+
+def publish(
+    folder: Path,
+    step: int,
+    *,
+    keep: int = 0,
+    values: Mapping[int, float] = MappingProxyType({}),
+    state: RunState | None = None,
+) -> list[str]:
+    """Complete a checkpoint that holds no tensors; returns the steps that are in the folder."""
+    (folder / f".step_{step:06d}.partial").mkdir(parents=True, exist_ok=True)
+    copy = Copy(
+        step=step, shards={}, files={}, private={}, facts={"step": step}, values=values, started=0.0
+    )
+    Checkpointer(folder, keep=keep, state=state).publish(copy, [])
+    return [str(step) for step, _ in step_folders(folder)]

@@ -14,13 +14,13 @@ from r3.engine import Engine, forget_engine
 from r3.metrics.meter import Meter, Writer
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
+from r3.run.checkpointer import Checkpointer
+from r3.run.digests import users_files
 from r3.run.ends import StopRequest
 from r3.run.folder import RunDir
-from r3.run.lock import require_held
-from r3.run.resume import Start
-from r3.run.sources import users_files
+from r3.run.lock import RunLock
+from r3.run.open import Opened
 from r3.run.watchdog import Watchdog
-from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
 from r3.runtime.process_state import Surroundings
@@ -34,13 +34,13 @@ class Phases:
     Args:
         watchdog: told of each phase.
         files: of users' code, which may have changed in the phase before what the process is.
-        folder: of the run; a process that holds it ends if another folder has taken its place.
+        lock: of the run's folder; its holder ends if another folder has taken the place.
     """
 
     def __init__(
-        self, watchdog: Watchdog | None, files: Sequence[str], folder: Path | None = None
+        self, watchdog: Watchdog | None, files: Sequence[str], lock: RunLock | None = None
     ) -> None:
-        self._folder = folder
+        self._lock = lock
         self._watchdog, self._who = watchdog, f"your code ({', '.join(files)})" if files else ""
         self._surroundings: Surroundings | None = None
         self._last = ""
@@ -57,8 +57,8 @@ class Phases:
         if phase != self._last:
             if self._surroundings:
                 self._surroundings.restore(self._who)
-            if self._folder:
-                require_held(self._folder)
+            if self._lock:
+                self._lock.require_there()
         self._last = phase
 
 
@@ -70,8 +70,7 @@ class Run:
         built_engine: the engine; None if nothing is sampled (`Config.uses_engine`).
         folder: where the run writes.
         stop: whether a signal asked the run to end.
-        start: the checkpoint that the run continues from, if any.
-        background: writes checkpoints beside the training.
+        opened: its folder as it was opened, with the checkpoint that the run continues from.
         proved: policy versions whose sync was proved.
         small_files: config, tokenizer and templates of the starting model, as they were at the
             start; on rank 0.
@@ -89,8 +88,8 @@ class Run:
     phases: Phases
     folder: RunDir
     stop: StopRequest
-    start: Start = field(default_factory=Start)
-    background: Background = field(default_factory=Background)
+    checkpointer: Checkpointer
+    opened: Opened = field(default_factory=Opened)
     proved: set[int] = field(default_factory=set)
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -103,7 +102,7 @@ class Run:
     @property
     def steps_done(self) -> int:
         """Steps that the checkpoint has behind it; 0 for a new run."""
-        return self.start.found.step if self.start.found else 0
+        return self.opened.step
 
     def sync(self, policy_version: int) -> None:
         """Give the engine the policy's weights and wake it. All ranks must call.
@@ -175,7 +174,7 @@ def build_run(
     *,
     device: Device,
     mesh: Mesh,
-    start: Start | None = None,
+    opened: Opened | None = None,
     writes: bool = False,
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
@@ -188,7 +187,7 @@ def build_run(
     Without anything to sample there is no engine.
 
     Args:
-        start: the checkpoint that the run continues from; this function does not load it.
+        opened: with the checkpoint that the run continues from; this function does not load it.
         writes: whether metrics are written to the folder of the run.
         hosts: overrides the machine of each rank (see `WeightStream`).
         stage: entered with a text around each part that takes seconds to build.
@@ -196,7 +195,7 @@ def build_run(
         tracker: gets metrics and samples.
         small_files: of the starting model, for exports; rank 0 needs them.
     """
-    start = start or Start()
+    opened = opened or Opened()
     stage = stage or (lambda _: nullcontext())
     # Absolute: users' code may change the working folder while a thread writes a checkpoint.
     folder = RunDir(Path(config.log.dir).absolute())
@@ -210,7 +209,7 @@ def build_run(
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape, trains=not config.eval.only)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
-    phases = Phases(watchdog, users_files(config), folder.path)
+    phases = Phases(watchdog, users_files(config), opened.lock)
     # Evaluation alone writes samples, but no row among those of the training.
     trains = not config.eval.only
     meter = Meter(
@@ -218,7 +217,7 @@ def build_run(
         mesh.world,
         config,
         on_phase=phases.enter,
-        first_step=start.found.step if start.found and trains else 0,
+        first_step=opened.step if trains else 0,
         tracker=tracker,
         trace=extras.step_trace(folder, config.debug.profile, device.rank) if writes else None,
     )
@@ -235,6 +234,9 @@ def build_run(
         phases=phases,
         folder=folder,
         stop=StopRequest(folder.first_failure),
-        start=start,
+        opened=opened,
+        checkpointer=Checkpointer(
+            folder.checkpoints, keep=config.checkpoint.keep, state=opened.state, lock=opened.lock
+        ),
         small_files=small_files,
     )

@@ -10,10 +10,12 @@ Upstream faults that this module works around (Megatron-Core 0.16.1 with torch's
     per parameter: wrong from the second update on, without an error. Here tensors are loaded one
     optimizer at a time, and every parameter gets its own counter.
   - The fully reshardable load asks for a `step` that the save does not write (KeyError).
-  - Gathering the optimizer's state takes several times its size of memory
-    (r3/run/optimizer_state.py).
+  - `DistributedOptimizer.get_parameter_state_dp_zero` gathers whole buffers on the device of every
+    rank, and keeps the result on the host of every rank. For 30 B parameters on 8 ranks that is
+    27 GiB per device and about 130 GiB of host memory per rank. `gathered_state` takes a piece at a
+    time.
   - Megatron's file writer forks processes, which takes seconds and is unsafe beside an engine.
-    R3 uses torch's own writer (r3/run/writing.py).
+    R3 uses torch's own writer (r3/run/checkpointer.py).
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from __future__ import annotations
 import io
 import json
 import random
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,15 +31,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from r3 import extras
 from r3.policy import Policy
 from r3.policy.memory import chained
-from r3.run.optimizer_state import gathered_state
-from r3.run.resume import Found
-from r3.run.run_json import Identity
-from r3.run.verify_checkpoint import require_plain_metadata
-from r3.run.writing import Unwritten, make_room
+from r3.run.manifest import require_plain_metadata
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis, Mesh
 
@@ -47,76 +45,41 @@ _LARGEST_WEIGHT = 1e5
 # Gradients are clipped to a norm near 1. Unclipped ones beyond 1e10 come from such weights.
 _LARGEST_MOMENT = {"exp_avg": 1e10, "exp_avg_sq": 1e20}
 _SHOWN = 3
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+PIECE = 1 << 24
+"""Values on the device of the gathering rank at a time, of all ranks together."""
 
 
 class UnsoundError(FloatingPointError):
     """Weights or moments that are not finite, or far too large."""
 
 
-def capture(
-    checkpoints: Path,
-    policy: Policy,
-    device: Device,
-    mesh: Mesh,
-    *,
-    step: int,
-    keep: int,
-    values: Mapping[int, float] | None = None,
-    evaluations: Sequence[Mapping[str, float]] = (),
-    files: Mapping[str, bytes] | None = None,
-    identity: Identity | None = None,
-) -> Unwritten:
-    """Copy the state after `step` steps to host memory, to be written while the run goes on.
+def copied_state(
+    policy: Policy, device: Device, mesh: Mesh, *, make_room: Callable[[int], None]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Copy this rank's state to host memory: shards as torch's writer takes them, and files.
 
-    All ranks must call, with the policy's training memory onloaded. When this returns, the policy
-    may change.
+    All ranks must call, with the policy's training memory onloaded.
 
     Args:
-        keep: checkpoints older than the newest so many are deleted when the new one is on the disk.
-        values: of the evaluations by step; the checkpoint of the highest is not deleted.
-        evaluations: the same as rows of metrics, for `r3.json`.
-        files: further files of this rank, by names that no other rank gives.
-        identity: of the run, for the manifest.
-
-    Raises:
-        SaveError: on all ranks: the disk has no room or cannot be written.
-        UnsoundError: on all ranks: weights or moments that no run should continue from.
+        make_room: called on all ranks with the bytes of this rank, before anything is copied.
     """
     assert policy.is_onloaded, (
         f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
     )
-    started = time.time()
-    require_sound(policy, mesh.world, f"after step {step}")
     with policy.memory.optimizer_on_device():
         state = _sharded_state(policy, mesh, loading=False)
     sharded, common = _local_shards(state)
-    folder = checkpoints / f"step_{step:06d}"
-    make_room(folder, sum(mesh.world.all_gather_object(_num_bytes(sharded))), mesh.world)
+    make_room(sum(shard.data.nbytes for shard in _tensors(sharded)))
     _detach_from(policy, sharded)
-    return Unwritten(
-        folder=folder,
-        shards=_for_torch(sharded),
-        files={
-            _random_file(device.rank): json.dumps(_random_state()).encode(),
-            **({} if device.rank else _megatron_facts(common)),
-        },
-        private=files or {},
-        facts={
-            "step": step,
-            "update_number": policy.update_number,
-            "optimizer_step": _optimizer_step(policy),
-            "world_size": device.world_size,
-            "evaluations": list(evaluations),
-        },
-        identity=identity or Identity(run_id="", key=""),
-        keep=keep,
-        values=dict(values or {}),
-        started=started,
-    )
+    files = {_random_file(device.rank): json.dumps(_random_state()).encode()}
+    if device.rank == 0:
+        files |= _megatron_facts(common)
+    return _for_torch(sharded), files
 
 
 def load(
-    found: Found, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False
+    folder: Path, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False
 ) -> None:
     """Load a checkpoint into the policy and the random generators. All ranks must call.
 
@@ -124,30 +87,30 @@ def load(
     parameters. Random states are restored only if this rank existed when the checkpoint was saved.
 
     Args:
-        found: the checkpoint.
+        folder: the checkpoint.
         policy: with its training memory onloaded.
         device: this rank's device.
         mesh: the layout of the ranks; it may differ from that of the save.
         weights_only: load the weights alone, for a policy that will not be trained.
     """
     if weights_only:
-        load_weights(found, policy.chunks, mesh)
+        load_weights(folder, policy.chunks, mesh)
         return
-    require_plain_metadata(found.folder / ".metadata")
+    require_plain_metadata(folder / ".metadata")
     assert policy.is_onloaded, f"rank {device.rank}: loading needs the optimizer state in memory"
-    facts = json.loads((found.folder / "r3.json").read_text())
+    facts = json.loads((folder / "r3.json").read_text())
     with policy.memory.optimizer_on_device():
-        _load_tensors(found, facts, policy, mesh)
+        _load_tensors(folder, facts, policy, mesh)
     policy.update_number = facts["update_number"]
-    randoms = found.folder / _random_file(device.rank)
+    randoms = folder / _random_file(device.rank)
     if randoms.exists():
         _set_random_state(json.loads(randoms.read_text()))
 
 
-def load_weights(found: Found, chunks: Sequence[Any], mesh: Mesh) -> None:
+def load_weights(folder: Path, chunks: Sequence[Any], mesh: Mesh) -> None:
     """Load the weights of a checkpoint into model chunks. All ranks must call."""
-    require_plain_metadata(found.folder / ".metadata")
-    _load_state(found, chunks, _sharded_weights(chunks, mesh))
+    require_plain_metadata(folder / ".metadata")
+    _load_state(folder, chunks, _sharded_weights(chunks, mesh))
 
 
 def require_sound(policy: Policy, world: Axis, when: str) -> None:
@@ -191,11 +154,11 @@ def _training_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"optimizer {name}", tensor
 
 
-def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def _load_state(folder: Path, chunks: Sequence[Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Read what is wanted, and load the weights among it into the chunks."""
     from megatron.core import dist_checkpointing
 
-    state: dict[str, Any] = dist_checkpointing.load(wanted, str(found.folder))
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named(chunks):
         chunk.load_state_dict(state[name], strict=False)
     for adapters in extras.adapters().adapters_of(chunks):
@@ -203,9 +166,9 @@ def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> 
     return state
 
 
-def _load_tensors(found: Found, facts: Mapping[str, Any], policy: Policy, mesh: Mesh) -> None:
+def _load_tensors(folder: Path, facts: Mapping[str, Any], policy: Policy, mesh: Mesh) -> None:
     _fill_adam_state(policy)
-    state = _load_state(found, policy.chunks, _sharded_state(policy, mesh, loading=True))
+    state = _load_state(folder, policy.chunks, _sharded_state(policy, mesh, loading=True))
     with _step_free_load():
         for i, optimizer in enumerate(chained(policy.optimizer)):
             optimizer.load_parameter_state_from_fully_reshardable(state["optimizer"][str(i)])
@@ -266,11 +229,6 @@ def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return sharded, common
 
 
-def _num_bytes(sharded: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank will write."""
-    return sum(shard.data.nbytes for shard in _tensors(sharded))
-
-
 def _tensors(sharded: dict[str, Any]) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -314,7 +272,8 @@ def _megatron_facts(common: dict[str, Any]) -> dict[str, bytes]:
     return {"common.pt": content.getvalue(), "metadata.json": json.dumps(backends).encode()}
 
 
-def _optimizer_step(policy: Policy) -> int:
+def optimizer_step(policy: Policy) -> int:
+    """Updates that the optimizer has made."""
     for optimizer in chained(policy.optimizer):
         for values in optimizer.optimizer.state.values():
             return int(values["step"])
@@ -375,3 +334,69 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
+
+
+def gathered_state(
+    optimizer: Any, *, empty_data: bool = False, piece: int = PIECE, **_: Any
+) -> dict[Any, Any]:
+    """Return what Megatron's `get_parameter_state_dp_zero` returns, with values on one rank only.
+
+    The first of the ranks with the same parameters writes them to the checkpoint. The memory of the
+    others is reserved and never touched. All ranks of the optimizer must call.
+
+    Args:
+        optimizer: one of Megatron's distributed optimizers.
+        empty_data: leave the values undefined, for a load that replaces them.
+        piece: values gathered at a time.
+    """
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, ranges in enumerate(optimizer.gbuf_ranges):
+        buffer = optimizer.buffers[number]
+        ((dtype, buckets),) = ranges.items()
+        size = buffer.numel_unpadded
+        whole = {key: torch.empty(size, dtype=torch.float32) for key in KEYS}
+        done = 0
+        for bucket, bucket_ranges in zip(buffer.buckets, buckets, strict=True):
+            if not empty_data:
+                into = {
+                    key: tensor[done : done + bucket.numel_unpadded]
+                    for key, tensor in whole.items()
+                }
+                _gather_bucket(optimizer, bucket, bucket_ranges["param_map"], into, piece)
+            done += bucket.numel_unpadded
+        state[number] = {dtype: {**whole, "numel_unpadded": size}}
+    return state
+
+
+def _gather_bucket(
+    optimizer: Any,
+    bucket: Any,
+    param_map: dict[Any, Any],
+    into: dict[str, torch.Tensor],
+    piece: int,
+) -> None:
+    """Fill `into` on the first rank with the shards of all ranks, each an equal part."""
+    group = optimizer.data_parallel_group
+    ranks, rank = group.size(), group.rank()
+    shard = bucket.grad_data.numel() // ranks
+    length = max(1, piece // ranks)
+    own = [
+        (ranges["gbuf_local"], optimizer._get_main_param_and_optimizer_states(param))
+        for param, ranges in param_map.items()
+    ]
+    for key, target in into.items():
+        for start in range(0, shard, length):
+            end = min(start + length, shard)
+            part = torch.zeros(end - start, dtype=torch.float32, device=bucket.grad_data.device)
+            for local, tensors in own:
+                low, high = max(local.start, start), min(local.end, end)
+                if low < high:
+                    values = tensors[key].detach()[low - local.start : high - local.start]
+                    part[low - start : high - start].copy_(values)
+            parts = [torch.empty_like(part) for _ in range(ranks)] if rank == 0 else None
+            if ranks > 1:
+                dist.gather(part, parts, dst=dist.get_global_rank(group, 0), group=group)
+            for number, received in enumerate([part] if ranks == 1 else parts or []):
+                at = number * shard + start
+                kept = target[at : at + len(received)]  # without the padding of the bucket
+                kept.copy_(received[: len(kept)])

@@ -25,8 +25,8 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
+from r3.run.checkpointer import SaveError
 from r3.run.folder import RunDir, step_folders, write_text
-from r3.run.writing import SaveError
 from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader, start_command
 from r3.runtime.terminal import flush, say, say_in_handler

@@ -5,9 +5,9 @@ from __future__ import annotations
 from r3.rollout.heldout import HeldOut
 from r3.rollout.heldout import evaluate as evaluate_set
 from r3.run.build import Run
+from r3.run.checkpointer import SaveError
 from r3.run.folder import write_json
 from r3.run.samples import write_eval
-from r3.run.writing import SaveError
 from r3.runtime.terminal import say
 
 

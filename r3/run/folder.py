@@ -28,7 +28,7 @@ class RunDir:
         config: the resolved configuration.
         overrides: the settings that differ from the preset or file the run started from, and its
             name.
-        sources: digests of what shapes the run beside its settings (`r3.run.sources`).
+        sources: digests of what shapes the run beside its settings (`r3.run.digests`).
         metrics: one object per step.
         tensorboard: event files.
         checkpoints: one folder per checkpoint.

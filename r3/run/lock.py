@@ -131,16 +131,6 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def require_held(folder: Path) -> None:
-    """End this process if it holds a folder of this name that is no longer there.
-
-    The heartbeat does so within seconds; this is for what must not be written in between.
-    """
-    for lock in tuple(_held):
-        if lock.folder == folder:
-            lock.require_there()
-
-
 def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
     """Take a run folder for this process; the folder is made if it is missing.
 

@@ -1,25 +1,61 @@
-"""The files of a checkpoint with size and SHA-256, in a file that hashes itself.
+"""The files of a checkpoint with size and SHA-256, in a file that hashes itself; verification.
 
 `manifest.json` is written last, when everything it names is on the disk. It also names the run and
 the step, and is signed with the key of the run, because suspended conversations hold pickles.
+
+torch's reader unpickles `.metadata` without limits, so a prepared checkpoint could run any program.
+Here the file is unpickled first with the few classes that torch's writer uses. A pickle that passes
+names nothing else, so torch's own reader is then safe. Metadata that asks for pickled objects
+beside tensors is refused. Tensors and `common.pt` are read with `weights_only`, which runs nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import os
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from r3.run.folder import sync_to_disk
+from r3.run.state import RunState
+
+if TYPE_CHECKING:
+    from r3.runtime.mesh import Axis
 
 _NAME = "manifest.json"
 _FORMAT = 1
 _BLOCK = 1 << 22
+_PICKLES = ".bin"  # ends the names of files that hold pickled conversations
+_SHOWN = 3
+_ALLOWED = {
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+# What unpickling bytes that are no pickle raises; sizes among them may be of any number.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError),
+    *(LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
+)
 
 
 class DamageError(ValueError):
@@ -116,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def faults(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
+def _faults(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
     """Return one line per file that is not as it was written."""
     found = []
     for name in names:
@@ -134,6 +170,13 @@ def faults(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
     return found
 
 
+def run_id_of(folder: Path) -> str:
+    """The run that wrote a checkpoint; "" if it does not tell."""
+    with suppress(DamageError):
+        return read_manifest(folder).run_id
+    return ""
+
+
 def _canonical(manifest: Manifest) -> str:
     """The text that the hash and the signature cover."""
     facts = {
@@ -143,3 +186,88 @@ def _canonical(manifest: Manifest) -> str:
         "files": {name: asdict(manifest.files[name]) for name in sorted(manifest.files)},
     }
     return json.dumps(facts, sort_keys=True)
+
+
+def damage_of(folder: Path, step: int, world: Axis, *, state: RunState | None = None) -> list[str]:
+    """Return one line per fault of a checkpoint, the same on all ranks. All ranks must call.
+
+    No pickle is looked at before all ranks know that every file is as it was written.
+
+    Args:
+        state: of the run that must have written it, on rank 0; None if any run may.
+    """
+    names: list[str] = []
+
+    def files() -> list[str]:
+        manifest = read_manifest(folder)
+        names.extend(sorted(manifest.files)[world.rank :: world.size])
+        strange = [] if world.rank else _strangers(manifest, step, state)
+        return strange + _faults(folder, manifest, names)
+
+    def pickles() -> list[str]:
+        require_plain_metadata(folder / ".metadata")
+        return []
+
+    for look in (files, pickles):
+        try:
+            mine = look()
+        except DamageError as error:
+            mine = [str(error)]
+        if found := [fault for part in world.all_gather_object(mine) for fault in part]:
+            return list(dict.fromkeys(found))  # every rank misses the same manifest
+    return []
+
+
+def _strangers(manifest: Manifest, step: int, state: RunState | None) -> list[str]:
+    """Why this is not a checkpoint of that step of that run."""
+    found = []
+    if manifest.step != step:
+        found.append(f"it is of step {manifest.step}, not {step}")
+    if state is None:
+        return found
+    # A checkpoint without an id was written after run.json had been removed in mid-run.
+    if manifest.run_id and manifest.run_id != state.run_id:
+        found.append(f"it is of run {manifest.run_id}, not {state.run_id}")
+    elif any(name.endswith(_PICKLES) for name in manifest.files):
+        if not manifest.is_signed_with(state.key_bytes):
+            found.append(
+                "it holds suspended conversations, whose environments are pickles, and is not "
+                "signed with the key in run.json; R3 does not unpickle what others may have written"
+            )
+    return found
+
+
+def summary(folder: Path, damage: Sequence[str]) -> str:
+    """One line about a damaged checkpoint."""
+    more = f"; and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
+    return f"{folder} is damaged: {'; '.join(damage[:_SHOWN])}{more}"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in _ALLOWED.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise DamageError(f"asks for {module}.{name}, which no checkpoint of R3 needs")
+
+
+def require_plain_metadata(path: Path) -> None:
+    """Look at a checkpoint's `.metadata`.
+
+    Raises:
+        DamageError: it describes anything but tensors.
+    """
+    try:
+        metadata = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        entries = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
+        places = {Path(place.relative_path) for place in metadata.storage_data.values()}
+        has_planner_data = metadata.planner_data is not None
+    except DamageError as error:
+        raise DamageError(f"{path}: {error}; it was not read") from None
+    except _UNREADABLE as error:
+        raise DamageError(f"{path}: not a checkpoint's metadata ({error})") from None
+    others = entries - {"TensorStorageMetadata"}
+    outside = sorted(str(place) for place in places if place.name != str(place))
+    if others or outside or has_planner_data:
+        what = sorted(others) or outside or ["planner data"]
+        raise DamageError(f"{path}: describes {', '.join(what)} beside tensors; it was not read")

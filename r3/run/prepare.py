@@ -27,11 +27,11 @@ from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
+from r3.run.digests import digests_of
 from r3.run.folder import RunDir
 from r3.run.lock import require_free
+from r3.run.open import Opened, ResumeError, open_run
 from r3.run.rendezvous import addresses
-from r3.run.resume import ResumeError, Start, open_run
-from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import has_gpu, prepare_environment
 from r3.runtime.limits import too_small
@@ -58,7 +58,7 @@ class Prepared:
     invocation: Invocation
     task: Task
     folder: RunDir
-    start: Start
+    opened: Opened
     began: float  # time.perf_counter()
     small_files: Mapping[str, bytes]  # of the starting model, for exports; on rank 0
     watchdog: Watchdog  # watches until this process ends, or it is closed
@@ -124,27 +124,26 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         writes = is_leader() and not config.eval.only and not check
         # A check downloads no weights of the hub; the start that does compares them.
         compares = is_leader() and not (check and lacks_weights(config))
-        start = open_run(
+        opened = open_run(
             run_dir,
             config,
             writes=writes,
             overrides=invocation.overrides,
-            sources=partial(sources_of, config, task, small_files) if compares else None,
+            sources=partial(digests_of, config, task, small_files) if compares else None,
         )
-        if start.lock is not None:
-            undo.callback(start.lock.release)
+        if opened.lock is not None:
+            undo.callback(opened.lock.release)
         if check:
             for line in extras.check().check_task(task, config.algo):
                 say(line)
             return None
         if config.eval.only:
             what = (
-                f"checkpoint {start.found.folder}, after step {start.found.step}"
-                if start.found
+                f"checkpoint {opened.checkpoint}, after step {opened.step}"
+                if opened.checkpoint
                 else f"{config.model.path}: {run_dir.path} has no checkpoint"
             )
-            changed = start.notes[1:] if start.found else ()
-            start = replace(start, notes=(f"evaluating {what}; no training", *changed))
+            opened = replace(opened, notes=(f"evaluating {what}; no training", *opened.notes[1:]))
         if tries_functions:
             for _ in extras.check().check_functions(task, config.algo):
                 watchdog.beat("trying functions")
@@ -157,7 +156,7 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         invocation=invocation,
         task=task,
         folder=run_dir,
-        start=start,
+        opened=opened,
         began=began,
         small_files=with_end_tokens(small_files, ends) if small_files else {},
         watchdog=watchdog,

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from r3.config import flatten
-from r3.run import checkpoint
 from r3.run.build import Run
 from r3.run.checkpoint import require_sound
+from r3.run.checkpointer import Copy, SaveError
 from r3.run.ends import StoppedEarly
 from r3.run.folder import read_metrics
 from r3.run.result import Goal, best_step
-from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside
 from r3.runtime.terminal import say
 from r3.sync.weights import export
@@ -47,8 +46,8 @@ class Saver:
         self._goal = Goal.of(flatten(run.config))
         file, world = run.folder.metrics, run.mesh.world
         rows = read_metrics(file) if world.rank == 0 and file.exists() else []
-        if run.start.found:  # rows that were lost since are in the checkpoint
-            facts = json.loads((run.start.found.folder / "r3.json").read_text())
+        if run.opened.checkpoint:  # rows that were lost since are in the checkpoint
+            facts = json.loads((run.opened.checkpoint / "r3.json").read_text())
             rows = [*facts.get("evaluations", []), *rows]
         self._values = world.all_gather_object(self._goal.values(rows))[0]
         self.last_step = run.config.train.steps
@@ -80,8 +79,8 @@ class Saver:
         is_due = is_checkpoint_due(step, settings.checkpoint.every, last=self.last_step)
         if signal_name or is_due or is_best:
             self._due = True
-        elif run.background.is_busy and all(
-            run.mesh.world.all_gather_object(run.background.is_done)
+        elif run.checkpointer.is_busy and all(
+            run.mesh.world.all_gather_object(run.checkpointer.is_done)
         ):
             self._due = not self._is_written()
         if self._due:
@@ -115,7 +114,7 @@ class Saver:
     def _is_written(self) -> bool:
         """Wait for the checkpoint in flight, if there is one. The same on all ranks."""
         try:
-            self._run.background.finish()
+            self._run.checkpointer.finish()
         except SaveError:  # `_write` has printed it
             return False
         return True
@@ -127,20 +126,17 @@ class Saver:
             # Announced when the disk has it.
             with run.meter.between_steps(f"checkpoint of step {step}", says=now):
                 self._is_written()  # one at a time; if it failed, this one takes its place
-                unwritten = checkpoint.capture(
-                    run.folder.checkpoints,
+                copy = run.checkpointer.copy(
                     run.policy,
                     run.device,
                     run.mesh,
                     step=step,
-                    keep=run.config.checkpoint.keep,
                     values=self._values,
                     files=files,
                     evaluations=self._goal.rows(self._values),
-                    identity=run.start.identity,
                 )
                 if now:
-                    unwritten.write(run.mesh.world)
+                    run.checkpointer.write(copy, run.mesh.world)
         except SaveError as error:
             if must:
                 raise
@@ -148,19 +144,19 @@ class Saver:
             return
         self._due = False
         if self._beside and not must:
-            run.background.start(partial(self._write, step, unwritten, self._beside))
+            run.checkpointer.begin(partial(self._write, copy, self._beside))
 
-    def _write(self, step: int, unwritten: Unwritten, axis: Axis) -> None:
+    def _write(self, copy: Copy, axis: Axis) -> None:
         """Write a checkpoint beside the training. All ranks must call, on a thread each."""
         began = time.perf_counter()
         try:
-            unwritten.write(axis)
+            self._run.checkpointer.write(copy, axis)
         except SaveError as error:
-            self._say(step, error)
+            self._say(copy.step, error)
             raise
         seconds = time.perf_counter() - began
         self._run.meter.console.line(
-            f"checkpoint of step {step}: {seconds:.1f} s, beside the training"
+            f"checkpoint of step {copy.step}: {seconds:.1f} s, beside the training"
         )
 
     def _say(self, step: int, error: SaveError) -> None:

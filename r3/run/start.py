@@ -17,13 +17,12 @@ from r3.metrics.meter import Writer
 from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
+from r3.run.digests import users_files
 from r3.run.ends import REQUEUE, FailureReport, StoppedEarly, resume_command
 from r3.run.folder import write_text
+from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.prepare import Prepared
 from r3.run.result import closing
-from r3.run.resume import ResumeError, Start
-from r3.run.sources import users_files
-from r3.run.verify_checkpoint import newest_whole
 from r3.runtime.device import leave, settle
 from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader
@@ -64,7 +63,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         RankError: the ranks differ in settings, data or checkpoint.
         ResumeError: no checkpoint can be resumed.
     """
-    config, task, lock = prepared.invocation.config, prepared.task, prepared.start.lock
+    config, task, lock = prepared.invocation.config, prepared.task, prepared.opened.lock
     stopped = prepared.folder.stopped if is_leader() and not config.eval.only else None
     if stopped is not None:
         stopped.unlink(missing_ok=True)
@@ -73,10 +72,10 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.console.header(
-            [*settings, *extras.header(config, task, run.mesh, run.device, run.start)]
+            [*settings, *extras.header(config, task, run.mesh, run.device, run.opened)]
         )
         prepared.watchdog.watch(prepared.folder, kill_after_s=config.debug.kill_after_s)
-        with run.meter, run.stop, run.background:
+        with run.meter, run.stop, run.checkpointer:
             run.phases.begin_steps()
             yield run
     except StoppedEarly as end:
@@ -96,7 +95,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
 
 def _build(prepared: Prepared) -> Run:
     """Join the ranks, build the run and load its checkpoint. All ranks must call."""
-    config, task, start = prepared.invocation.config, prepared.task, prepared.start
+    config, task, opened = prepared.invocation.config, prepared.task, prepared.opened
     folder = prepared.folder
 
     @contextmanager
@@ -107,44 +106,44 @@ def _build(prepared: Prepared) -> Run:
 
     with watched("joining the ranks"):
         device, mesh = init_rank(config)
-        require_one_start(config, task, start, mesh.world)
-    if start.found:
+        require_one_start(config, task, opened, mesh.world)
+    if opened.checkpoint:
         with watched("verifying the checkpoint"):
             writes = not config.eval.only
-            start = newest_whole(start, folder, config, mesh.world, writes=writes)
+            opened = newest_whole(opened, folder, config, mesh.world, writes=writes)
     run = build_run(
         config,
         task,
         device=device,
         mesh=mesh,
-        start=start,
+        opened=opened,
         writes=True,
         stage=watched,
         small_files=prepared.small_files,
         watchdog=prepared.watchdog,
-        tracker=start_tracker(config, start),
+        tracker=start_tracker(config, opened),
     )
     with ExitStack() as undo:
         undo.enter_context(run.meter)
-        if start.found:
-            with watched(f"loading {start.found.folder}"):
+        if opened.checkpoint:
+            with watched(f"loading {opened.checkpoint}"):
                 checkpoint.load(
-                    start.found, run.policy, device, mesh, weights_only=config.eval.only
+                    opened.checkpoint, run.policy, device, mesh, weights_only=config.eval.only
                 )
         settle()
         undo.pop_all()
     return run
 
 
-def start_tracker(config: Config, start: Start) -> Writer | None:
+def start_tracker(config: Config, opened: Opened) -> Writer | None:
     """The tracker of the run on rank 0; None if there is none, and for an evaluation alone."""
-    if config.log.tracker == "none" or start.identity is None:
+    if config.log.tracker == "none" or opened.state is None:
         return None
     with stage(f"starting {config.log.tracker}"):
-        return extras.tracker(config, start.identity.tracker_id)
+        return extras.tracker(config, opened.state.tracker_id)
 
 
-def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
+def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -> None:
     """Require that all ranks have the same settings, data and checkpoint. All ranks must call.
 
     Machines that do not see the same files would start at different steps and wait for each other
@@ -157,7 +156,7 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
     settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
     sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
     mine = {
-        "step to begin after": start.found.step if start.found else 0,
+        "step to begin after": opened.step,
         "settings": _digest(f"{name} {value}" for name, value in settings.items()),
         "prompts": _digest(
             f"{p.id} {len(p.tokens_T)} {p.accepted}" for prompts in sets for p in prompts

@@ -13,7 +13,7 @@ from r3.data.sources import files_of
 from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
 from r3.rollout.task import Task
-from r3.run.resume import Start
+from r3.run.open import Opened
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 
@@ -62,7 +62,7 @@ def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[
     ]
 
 
-def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
+def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opened) -> list[str]:
     """The lines that describe a run before its first step."""
     shape, prompts = task.shape, task.prompts
     is_moe, samples = bool(shape.moe_layers), config.train.objective != "sft"
@@ -115,7 +115,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         ),
         ("folder", config.log.dir),
     ]
-    return [*(f"{label:11}{text}" for label, text in lines if text), *start.notes]
+    return [*(f"{label:11}{text}" for label, text in lines if text), *opened.notes]
 
 
 def _layout(config: Config, task: Task, mesh: Mesh, device: Device) -> str:

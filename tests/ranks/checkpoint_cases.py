@@ -11,24 +11,24 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from r3.config import Config, with_values
 from r3.policy import Policy, chained
 from r3.rollout.partial import PartialRollouts, to_files
 from r3.run import checkpoint
-from r3.run.checkpoint import UnsoundError
+from r3.run.checkpoint import KEYS, UnsoundError, gathered_state
+from r3.run.checkpointer import Checkpointer, SaveError
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import measure, read_manifest, write_manifest
-from r3.run.optimizer_state import KEYS, gathered_state
-from r3.run.resume import Found, ResumeError, Start, find_latest
-from r3.run.run_json import new_identity, read_identity, write_identity
-from r3.run.verify_checkpoint import newest_whole
-from r3.run.writing import Background, SaveError
+from r3.run.open import Opened, ResumeError, newest_whole
+from r3.run.state import RunState
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, axis_beside
@@ -55,10 +55,11 @@ class Damaged:
 
 @dataclass(frozen=True, kw_only=True)
 class Injected:
-    """Messages about a program in the metadata, and whether it ran."""
+    """Messages about a program in the metadata and in other files, and whether one ran."""
 
     load: str
     resume: str
+    others: list[str]
     executed: bool
 
 
@@ -135,10 +136,11 @@ def program(folder: Path) -> bytes:
     return content.getvalue()
 
 
-def forge_tensor(folder: Path, content: bytes) -> None:
-    """Overwrite the end of the largest tensor of the first rank's shard; archives are read from
-    their ends.
+def forge_program(folder: Path) -> None:
+    """Put a program at the end of the largest tensor of the first rank's shard; archives are read
+    from their ends.
     """
+    content = program(folder)
     places = pickle.loads((folder / ".metadata").read_bytes()).storage_data.values()
     place = max((p for p in places if p.relative_path == "__0_0.distcp"), key=lambda p: p.length)
     forge(folder, place.relative_path, content, at=place.offset + place.length - len(content))
@@ -186,9 +188,6 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "manifest missing": lambda new, old: (new / "manifest.json").unlink(),
     "manifest a list": lambda new, old: (new / "manifest.json").write_text("[]"),
     "manifest deep": lambda new, old: (new / "manifest.json").write_text("[" * 100_000),
-    "program in common": lambda new, old: forge(new, "common.pt", program(new)),
-    "program in a shard": lambda new, old: forge_tensor(new, program(new)),
-    "no tensor in a shard": lambda new, old: forge_tensor(new, bytes(100)),
     "folder empty": lambda new, old: (shutil.rmtree(new), new.mkdir()),
     "folder a file": lambda new, old: (shutil.rmtree(new), new.write_text("")),
 }
@@ -199,14 +198,12 @@ def damaged(device: Device, *, out: str) -> Damaged:
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
-    identity = new_identity("0123456789abcdef")
+    state = RunState.new("0123456789abcdef")
     if device.rank == 0:
-        write_identity(whole.path, identity)
+        state.write(whole.path)
     for step in (1, 2):
         one_update(policy, batch, total_updates=4)
-        save_checkpoint(
-            whole.checkpoints, policy, device, mesh, step=step, keep=0, identity=identity
-        )
+        save_checkpoint(whole.checkpoints, policy, device, mesh, step=step, state=state)
     resumed = {"whole": resume(device, mesh, whole, tiny_config(parallel={"ep": 2}))}
     updates = 0
     for name, damage in DAMAGE.items():
@@ -240,10 +237,12 @@ def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
 
 def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resumed:
     """Find the checkpoint that a run would resume from."""
-    start = Start(
-        found=find_latest(run_dir.checkpoints),
+    step, folder = step_folders(run_dir.checkpoints)[-1]
+    start = Opened(
+        checkpoint=folder,
+        step=step,
         notes=("as found",),
-        identity=None if device.rank else read_identity(run_dir.path),
+        state=None if device.rank else RunState.read(run_dir.path),
     )
     try:
         start = newest_whole(start, run_dir, config, mesh.world, writes=True)
@@ -252,15 +251,13 @@ def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resum
     finally:
         dist.barrier()
     left = [folder.name for _, folder in step_folders(run_dir.checkpoints)]
-    assert start.found is not None and start.found.folder.name == left[-1], left
-    return Resumed(folder=start.found.folder.name, notes=list(start.notes))
+    assert start.checkpoint is not None and start.checkpoint.name == left[-1], left
+    return Resumed(folder=start.checkpoint.name, notes=list(start.notes))
 
 
 def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
     """The number of updates in the checkpoint that a run falls back to, loaded for real."""
-    found = find_latest(run_dir.checkpoints)
-    assert found is not None
-    checkpoint.load(found, policy, device, mesh)
+    checkpoint.load(step_folders(run_dir.checkpoints)[-1][1], policy, device, mesh)
     return policy.update_number
 
 
@@ -285,19 +282,29 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
 
 
 def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Injected:
-    """Put a program into `.metadata` of a checkpoint, with a manifest that fits; then load it."""
-    folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1, keep=0)
+    """Put a program into files of a checkpoint, with a manifest that fits; then load it."""
+    others = []
+    for put in (lambda new: forge(new, "common.pt", program(new)), forge_program):
+        folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
+        if device.rank == 0:
+            put(folder)
+        dist.barrier()
+        refusals = (pickle.UnpicklingError, CheckpointException)
+        others.append(message_of(partial(checkpoint.load, folder, policy, device, mesh), *refusals))
+        dist.barrier()
+        executed = (folder / "executed").exists()
+        assert not executed, "a program in a checkpoint ran"
+    folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
     if device.rank == 0:
         (folder / ".metadata").write_bytes(pickle.dumps(Executed(f"{out}/executed")))
         files = dict(read_manifest(folder).files)
         files[".metadata"] = measure(folder / ".metadata")
         write_manifest(folder, run_id="", step=1, files=files)
     dist.barrier()
-    found = Found(folder=folder, step=1)
-    load = message_of(lambda: checkpoint.load(found, policy, device, mesh), ValueError)
+    load = message_of(lambda: checkpoint.load(folder, policy, device, mesh), ValueError)
     dist.barrier()
     (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
-    return Injected(load=load, resume=note, executed=(out / "executed").exists())
+    return Injected(load=load, resume=note, others=others, executed=(out / "executed").exists())
 
 
 def suspended_conversations(
@@ -305,14 +312,12 @@ def suspended_conversations(
 ) -> dict[str, Resumed]:
     """Resume from a checkpoint with pickled environments, as its own run and as another one."""
     run_dir, resumed = RunDir(out), {}
-    writer = new_identity("0123456789abcdef")
+    writer = RunState.new("0123456789abcdef")
     files = to_files(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
-    save_checkpoint(
-        run_dir.checkpoints, policy, device, mesh, step=1, keep=0, files=files, identity=writer
-    )
-    for name, reader in {"own": writer, "other": new_identity("0123456789abcdef")}.items():
+    save_checkpoint(run_dir.checkpoints, policy, device, mesh, step=1, files=files, state=writer)
+    for name, reader in {"own": writer, "other": RunState.new("0123456789abcdef")}.items():
         if device.rank == 0:
-            write_identity(run_dir.path, reader)
+            reader.write(run_dir.path)
         dist.barrier()
         resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
     return resumed
@@ -324,7 +329,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
 
     def attempt(name: str, into: Path) -> None:
         try:
-            saved[name] = save_checkpoint(into, policy, device, mesh, step=1, keep=0).name
+            saved[name] = save_checkpoint(into, policy, device, mesh, step=1).name
         except SaveError as error:
             saved[name] = str(error)
 
@@ -346,7 +351,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
 
 def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Broken]:
     """Save with a broken weight and broken moments on the second rank only."""
-    save_checkpoint(out, policy, device, mesh, step=1, keep=0)
+    save_checkpoint(out, policy, device, mesh, step=1)
     weight = next(policy.chunks[0].parameters()).data
     tensors = dict(policy.memory.optimizer_tensors())
     first = next(tensor for name, tensor in tensors.items() if name.endswith("/exp_avg"))
@@ -363,7 +368,7 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
         if device.rank == 1:
             tensor.view(-1)[0] = value
         try:
-            save_checkpoint(out, policy, device, mesh, step=2, keep=0)
+            save_checkpoint(out, policy, device, mesh, step=2)
             message = "saved"
         except UnsoundError as error:
             message = str(error)
@@ -397,24 +402,24 @@ def beside(device: Device, *, out: str) -> Beside:
     """Write the same state at once, and on a thread while the policy trains on."""
     mesh, policy = trained(device)
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-    whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1, keep=0)
+    whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1)
     axis, gate = axis_beside(mesh.world, timeout_s=60), threading.Event()
-    with Background() as background:
-        unwritten = checkpoint.capture(Path(out) / "beside", policy, device, mesh, step=1, keep=0)
-        background.start(lambda: (gate.wait(60), unwritten.write(axis)))
+    with Checkpointer(Path(out) / "beside") as beside, Checkpointer(Path(out) / "full") as other:
+        copy = beside.copy(policy, device, mesh, step=1)
+        beside.begin(lambda: (gate.wait(60), beside.write(copy, axis)))
         one_update(policy, batch, total_updates=4)
-        twice = message_of(lambda: background.start(lambda: None), AssertionError)
+        twice = message_of(lambda: beside.begin(lambda: None), AssertionError)
         gate.set()
         one_update(policy, batch, total_updates=4)  # its collectives run beside those of the write
-        background.finish()
+        beside.finish()
         written = Path(out) / "beside" / whole.name
 
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        unwritten = checkpoint.capture(Path(out) / "full", policy, device, mesh, step=1, keep=0)
+        copy_2 = other.copy(policy, device, mesh, step=1)
         if device.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-        background.start(lambda: unwritten.write(axis))
-        full = message_of(background.finish, SaveError)
+        other.begin(lambda: other.write(copy_2, axis))
+        full = message_of(other.finish, SaveError)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
     # `.metadata`, r3.json and the manifest hold a time or a random number.

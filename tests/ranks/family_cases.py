@@ -23,7 +23,6 @@ from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from r3.policy import Policy, chained
 from r3.run import checkpoint
-from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
@@ -441,7 +440,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
         frozen.zero_()
     zeroed = not same()
     mesh.world.barrier()
-    checkpoint.load(Found(folder=saved, step=2), policy, device, mesh)
+    checkpoint.load(saved, policy, device, mesh)
     resumed = same()
     export(
         Path(out) / "export",

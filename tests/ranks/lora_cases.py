@@ -19,7 +19,6 @@ from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import checkpoint
-from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh, forget_mesh
 from r3.sync.weights import WeightStream, export
@@ -369,7 +368,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     mesh.world.barrier()
     saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, policy.shape)
-    checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
+    checkpoint.load(saved, resumed, device, mesh)
     rewritten = _same(policy, resumed)
     for each in (policy, resumed):
         each.offload()
@@ -378,7 +377,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     same = _same(policy, resumed)
     from_other = 0.0
     if other:
-        checkpoint.load(Found(folder=other / "step_000001", step=1), resumed, device, mesh)
+        checkpoint.load(other / "step_000001", resumed, device, mesh)
         expected = torch.load(other / "weights.pt")
         again = WeightStream(resumed, device, mesh).read()  # waits for all ranks to be made
         from_other = max(float((x - expected[name]).abs().max()) for name, x in again)

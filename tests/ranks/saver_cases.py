@@ -13,9 +13,10 @@ from r3.metrics import Mean, Meter
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import Policy
 from r3.run.build import Phases, Run
+from r3.run.checkpointer import Checkpointer
 from r3.run.ends import StopRequest
-from r3.run.folder import RunDir
-from r3.run.resume import Found, Start, find_latest, step_folders
+from r3.run.folder import RunDir, step_folders
+from r3.run.open import Opened
 from r3.run.save import Saver, export_last
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
@@ -84,7 +85,7 @@ def _attempt(
     values: dict[int, float],
     stops_after: int,
 ) -> Attempt:
-    latest: Found | None = find_latest(run_dir.checkpoints)
+    step, latest = (step_folders(run_dir.checkpoints) or [(0, None)])[-1]
     nothing: Any = None  # no step is made here
     run = Run(
         config=config,
@@ -95,15 +96,16 @@ def _attempt(
         policy=policy,
         weights=WeightStream(policy, device, mesh),
         residency=nothing,
-        meter=Meter(run_dir, mesh.world, config, first_step=latest.step if latest else 0),
+        meter=Meter(run_dir, mesh.world, config, first_step=step),
         phases=Phases(None, ()),
         folder=run_dir,
         stop=StopRequest(run_dir.first_failure),
-        start=Start(found=latest),
+        opened=Opened(checkpoint=latest, step=step),
+        checkpointer=Checkpointer(run_dir.checkpoints, keep=config.checkpoint.keep),
         small_files=read_small_files(config.model.path),
     )
     made = []
-    with run.meter, run.background:
+    with run.meter, run.checkpointer:
         saver = Saver(run)
         for step in range(run.steps_done + 1, saver.last_step + 1):
             if step in values:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from r3.config import ConfigError, with_values
 from r3.rollout.task import read_task
+from r3.run.open import Opened
 from r3.run.prepare import require_engines_within_machines
-from r3.run.resume import Found, Start
 from r3.run.start import RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 def begin(device: Device) -> dict[str, str]:
     """What every rank says when nothing differs, and when something does on the second rank."""
     config, world = tiny_config(), Axis.of("world", dist.group.WORLD)
-    task, start, second = read_task(config), Start(found=None, notes=()), device.rank == 1
+    task, start, second = read_task(config), Opened(), device.rank == 1
     # The same name on both ranks, with another content on the second one.
     os.chdir(tempfile.mkdtemp())
     Path("mine.py").write_text(f"def f(inputs, bounds): return {device.rank}")
@@ -40,7 +40,7 @@ def begin(device: Device) -> dict[str, str]:
         "step": (
             config,
             task,
-            replace(start, found=Found(folder=Path(), step=7)) if second else start,
+            replace(start, step=7) if second else start,
         ),
         "data": (config, some if second else task, start),
         "files": (of_rank, task, start),

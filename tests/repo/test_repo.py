@@ -75,7 +75,7 @@ MAY_IMPORT = {
         "r3/runtime/mesh.py",
         "r3/runtime/device_cpu.py",
         "r3/run/checkpoint.py",
-        "r3/run/writing.py",
+        "r3/run/checkpointer.py",
     ),
     "triton": ("r3/backends/cuda/triton_kernels.py",),
 }

@@ -23,9 +23,7 @@ from r3.cli.parse import Invocation, from_python
 from r3.config import Config, flatten, to_yaml, with_values
 from r3.run.folder import RunDir, write_text
 from r3.run.result import Goal, best_step, says_finished
-from r3.run.resume import step_folders
-from r3.run.run_json import Identity
-from r3.run.writing import Unwritten
+from tests.run_folder import publish
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -71,23 +69,6 @@ def test_the_end_says_what_was_best_and_for_how_long() -> None:
         "stopped after step 6: eval/heldout/accuracy was best after step 2 (0.25) and not better "
         "in 2 evaluations since (train.patience 2)"
     )
-
-
-def publish(folder: Path, step: int, *, keep: int, values: dict[int, float]) -> list[str]:
-    """Complete a checkpoint; returns what is in the folder."""
-    (folder / f".step_{step:06d}.partial").mkdir(parents=True)
-    Unwritten(
-        folder=folder / f"step_{step:06d}",
-        shards={},
-        files={},
-        private={},
-        facts={"step": step},
-        identity=Identity(run_id="", key=""),
-        keep=keep,
-        started=0.0,
-        values=values,
-    )._publish([])
-    return [str(step) for step, _ in step_folders(folder)]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:

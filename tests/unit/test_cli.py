@@ -22,7 +22,7 @@ from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.families import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir
-from r3.run.resume import open_run
+from r3.run.open import open_run
 from tests.errors import too_wide
 from tests.sweeps import sweep
 

@@ -19,9 +19,9 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import NoSignalError
 from r3.run.checkpoint import UnsoundError
+from r3.run.checkpointer import SaveError
 from r3.run.ends import FailureReport, StopRequest, failure_text, resume_command
 from r3.run.folder import RunDir
-from r3.run.writing import SaveError
 
 pytestmark = pytest.mark.unit
 

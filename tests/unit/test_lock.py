@@ -111,23 +111,22 @@ _SWAPS = """
 import os, shutil, sys
 from pathlib import Path
 from r3.run.folder import RunDir
+from r3.run.checkpointer import Checkpointer, Copy
 from r3.run.lock import hold
-from r3.run.run_json import Identity
-from r3.run.writing import Unwritten
 mine, theirs = (RunDir(Path(sys.argv[1]) / name) for name in ("run", "theirs"))
-hold(mine.path)
+lock = hold(mine.path)
 theirs.checkpoint(1).mkdir(parents=True)
 (theirs.checkpoint(1) / "r3.json").write_text("theirs")
 mine.path.rename(mine.path.with_name("moved"))
 theirs.path.rename(mine.path)
 if sys.argv[2] == "row":
     from r3.run.build import Phases
-    Phases(None, (), mine.path).enter("report")
+    Phases(None, (), lock).enter("report")
     mine.append_metrics({"step": 1})
 else:
     (mine.checkpoints / ".step_000001.partial").mkdir()
-    Unwritten(folder=mine.checkpoint(1), shards={}, files={}, private={}, facts={"step": 1},
-              identity=Identity(run_id="", key=""), keep=0, started=0.0)._publish([])
+    copy = Copy(step=1, shards={}, files={}, private={}, facts={}, values={}, started=0.0)
+    Checkpointer(mine.checkpoints, lock=lock).publish(copy, [])
 print("written", flush=True)
 os._exit(0)
 """
@@ -214,12 +213,12 @@ def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user_names_file_and_owner() -> None:
-    from r3.run.run_json import new_identity, read_identity, write_identity
+    from r3.run.state import RunState
 
     with tempfile.TemporaryDirectory() as above:
         folder = Path(above) / "run"
         hold(folder).release()
-        write_identity(folder, new_identity())
+        RunState.new().write(folder)
 
         def refusal(act: Callable[[Path], object]) -> str:
             """What nobody is told who acts on root's folder."""
@@ -243,13 +242,13 @@ def test_a_folder_of_another_user_names_file_and_owner() -> None:
         (folder / "run.lock").chmod(0o666)  # as for a group, with umask 0
         folder.chmod(0o777)
         assert refusal(lambda path: hold(path).release()) == ""
-        assert "can be read by root alone" in refusal(read_identity)
+        assert "can be read by root alone" in refusal(RunState.read)
 
 
 def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom r3.run.folder import RunDir\n"
-        "from r3.run.resume import open_run\nfrom tests.tiny import tiny_config\n"
+        "from r3.run.open import open_run\nfrom tests.tiny import tiny_config\n"
         "open_run(RunDir(Path(sys.argv[1]) / 'run'), tiny_config(), writes=True)\n"
     )
     # Room for the folder and its lock, not for config.yaml.

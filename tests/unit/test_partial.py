@@ -19,10 +19,9 @@ from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint,
 from r3.rollout.scored import Scored
 from r3.routing.ledger import admit
 from r3.run.folder import RunDir
-from r3.run.manifest import measure_durably, write_manifest
-from r3.run.run_json import new_identity
+from r3.run.manifest import damage_of, measure_durably, write_manifest
 from r3.run.samples import read_rollouts, write_rollouts
-from r3.run.verify_checkpoint import damage_of
+from r3.run.state import RunState
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError
 from tests.tiny import random_rollouts, tiny_config
@@ -227,14 +226,14 @@ def test_micro_batches_mark_sequences_of_older_versions() -> None:
 
 def test_conversations_in_a_checkpoint_need_the_signature_of_the_run(tmp_path: Path) -> None:
     """Their environments are pickles: what another may have written is not loaded."""
-    owner = new_identity()
+    owner = RunState.new()
     names = [path.name for path in saved(tmp_path).glob("*.bin")]
 
     def damage(key: bytes) -> str:
         facts = measure_durably(tmp_path, names)
         write_manifest(tmp_path, run_id=owner.run_id, step=1, files=facts, key=key)
-        return "; ".join(damage_of(tmp_path, 1, ALONE, identity=owner))
+        return "; ".join(damage_of(tmp_path, 1, ALONE, state=owner))
 
-    for key in (b"", new_identity().key_bytes):
+    for key in (b"", RunState.new().key_bytes):
         assert "not signed with the key in run.json" in damage(key)
     assert "signed" not in damage(owner.key_bytes)

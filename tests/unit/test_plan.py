@@ -16,7 +16,7 @@ from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_value
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 from r3.policy import memory
-from r3.run.optimizer_state import PIECE
+from r3.run.checkpoint import PIECE
 from r3.tools import dry_run
 from r3.tools.planning import memory_plan as plan
 from r3.tools.planning.layout_search import search

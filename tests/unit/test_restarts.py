@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from r3.run.folder import RunDir
-from r3.run.resume import ResumeError, open_run
+from r3.run.open import ResumeError, open_run
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -18,8 +18,7 @@ def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:
     """Start a run, report steps up to `reaches`, save the state after step `saves`."""
     start = open_run(RunDir(folder), tiny_config(train={"steps": 9}), writes=True)
     assert start.lock is not None
-    done = start.found.step if start.found else 0
-    for step in range(done + 1, reaches + 1):
+    for step in range(start.step + 1, reaches + 1):
         RunDir(folder).append_metrics({"step": step})
     if saves:
         (folder / "checkpoints" / f"step_{saves:06d}").mkdir(parents=True, exist_ok=True)

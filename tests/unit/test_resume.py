@@ -21,14 +21,13 @@ from r3 import assets
 from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
-from r3.run.folder import RunDir
+from r3.run.digests import digests_of, read_digests
+from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import write_manifest
-from r3.run.resume import Found, ResumeError, Start, find_latest, open_run, register_start
-from r3.run.run_json import Identity, read_identity, write_identity
-from r3.run.sources import read_sources, sources_of
-from r3.run.verify_checkpoint import newest_whole
-from r3.run.writing import Unwritten
+from r3.run.open import Opened, ResumeError, newest_whole, open_run
+from r3.run.state import RunState
 from r3.runtime.mesh import Axis
+from tests.run_folder import publish
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -48,7 +47,7 @@ class Place:
         writes: bool = True,
         only: bool = False,
         **sections: dict[str, Any],
-    ) -> Start:
+    ) -> Opened:
         """Start or resume the run; the lock is released."""
         config = tiny_config(
             self.root / "model",
@@ -61,7 +60,7 @@ class Place:
             **sections,
         )
         with_task = read_task(config)
-        sources = partial(sources_of, config, with_task, read_small_files(config.model.path))
+        sources = partial(digests_of, config, with_task, read_small_files(config.model.path))
         try:
             start = open_run(RunDir(self.root / "run"), config, writes=writes, sources=sources)
         finally:
@@ -154,11 +153,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_shapes_learning_is_refused_once(name: str, place: Place) -> None:
     change, message = CHANGES[name]
-    before = read_sources(RunDir(place.root / "run"))
+    before = read_digests(RunDir(place.root / "run"))
     change(place.root)
     with pytest.raises(ConfigError, match=f"config: 1 problem\n(.|\n)*{message}") as refused:
         place.start()
-    assert read_sources(RunDir(place.root / "run")) == before
+    assert read_digests(RunDir(place.root / "run")) == before
     (group,) = re.findall(r"allow_changed (\w+)", str(refused.value))
     with pytest.raises(ConfigError):  # the preflight says it, too
         place.start(writes=False)
@@ -235,11 +234,12 @@ def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
     run, copy, moved = (RunDir(tmp_path / name) for name in ("run", "copy", "moved"))
 
     def tracker_of(run_dir: RunDir, *, notes: int) -> str:
-        run_dir.path.mkdir(exist_ok=True)
-        identity, said = register_start(run_dir)
-        written = read_identity(run_dir.path)
-        assert len(said) == notes and written and written.tracker_id == identity.tracker_id
-        return identity.tracker_id
+        opened = open_run(run_dir, tiny_config(), writes=True)
+        assert opened.lock and opened.state and len(opened.notes) == notes
+        opened.lock.release()
+        written = RunState.read(run_dir.path)
+        assert written and written.tracker_id == opened.state.tracker_id
+        return opened.state.tracker_id
 
     own = tracker_of(run, notes=0)
     shutil.copytree(run.path, copy.path)
@@ -258,26 +258,28 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(place: Place) -> None:
     place.save(3)
     with pytest.raises(ConfigError, match=r"train\.steps = 2: .*of step 3.*r3\.export .*--step 2"):
         place.start()
-    assert place.start(train={"steps": 3}).found.step == 3  # type: ignore[union-attr]
+    assert place.start(train={"steps": 3}).step == 3
 
 
 def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path) -> None:
     """One that kept its name would count as the newest, and `checkpoint.keep` delete later ones."""
     run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
 
-    def save(step: int) -> Found:
+    def save(step: int) -> Path:
         folder = run_dir.checkpoint(step)
         folder.mkdir(parents=True)
         (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
         write_manifest(folder, run_id="", step=step, files={})
-        return Found(folder=folder, step=step)
+        return folder
 
     first = save(1)
     for _ in range(2):
         damaged = save(2)
-        (damaged.folder / "manifest.json").unlink()
-        start = newest_whole(Start(found=damaged), run_dir, tiny_config(), alone, writes=True)
-        assert start.found == first and find_latest(run_dir.checkpoints) == first
+        (damaged / "manifest.json").unlink()
+        opened = Opened(checkpoint=damaged, step=2)
+        opened = newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
+        assert (opened.checkpoint, opened.step) == (first, 1)
+        assert step_folders(run_dir.checkpoints) == [(1, first)]
     assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
 
 
@@ -286,48 +288,38 @@ def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
     run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
     file = tmp_path / "run.json"
 
-    def start() -> Start:
+    def start() -> Opened:
         opened = open_run(run_dir, tiny_config(train={"steps": 9}), writes=True)
         assert opened.lock is not None
         opened.lock.release()
         return newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
 
-    def save(step: int, identity: Identity) -> None:
+    def save(step: int, state: RunState | None) -> None:
         partial = run_dir.checkpoints / f".step_{step:06d}.partial"
         partial.mkdir(parents=True)
         (partial / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-        Unwritten(
-            folder=run_dir.checkpoint(step),
-            shards={},
-            files={},
-            private={},
-            facts={"step": step},
-            identity=identity,
-            keep=0,
-            started=0.0,
-        )._publish([])
+        publish(run_dir.checkpoints, step, state=state)
 
-    own = start().identity
+    own = start().state
     assert own is not None
     save(1, own)
     file.unlink()
     save(2, own)
-    written = read_identity(tmp_path)
+    written = RunState.read(tmp_path)
     assert written is not None and (written.run_id, written.key) == (own.run_id, own.key)
     assert file.stat().st_mode & 0o777 == 0o600
     save(3, replace(own, key=""))  # as versions did that read the file at each save
-    save(4, Identity(run_id="", key=""))
+    save(4, None)
     file.unlink()
     resumed = start()
-    assert resumed.found == Found(folder=run_dir.checkpoint(4), step=4)
-    assert resumed.identity is not None and resumed.identity.run_id == own.run_id
+    assert resumed.step == 4
+    assert resumed.state is not None and resumed.state.run_id == own.run_id
     note, _ = resumed.notes[1:]
     assert note.startswith("run.json is missing: checkpoints with suspended conversations do not")
     assert len(start().notes) == 2, "a note about rows, and none about run.json"
     # Control: of another run.
-    write_identity(tmp_path, replace(own, run_id="another"))
-    again = start()
-    assert again.found == Found(folder=run_dir.checkpoint(4), step=4), "without an id: of any run"
+    replace(own, run_id="another").write(tmp_path)
+    assert start().step == 4, "without an id: of any run"
     shutil.rmtree(run_dir.checkpoint(4))
     with pytest.raises(ResumeError, match=f"it is of run {own.run_id}, not another"):
         start()
@@ -353,18 +345,7 @@ def test_what_kills_left_is_removed_by_the_next_start(place: Place) -> None:
 def test_checkpoints_of_an_earlier_process_count_for_keep(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:06d}").mkdir()
-    (tmp_path / ".step_000004.partial").mkdir()
-    written = Unwritten(
-        folder=tmp_path / "step_000004",
-        shards={},
-        files={},
-        private={},
-        facts={"step": 4},
-        identity=Identity(run_id="", key=""),
-        keep=2,
-        started=0.0,
-    )
-    written._publish([])
+    publish(tmp_path, 4, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",
         "step_000003",
@@ -389,7 +370,9 @@ def test_a_checkpoint_that_was_never_complete_is_none(place: Place) -> None:
     run_dir.checkpoint(1).rename(run_dir.checkpoints / ".step_000001.partial")
     (run_dir.checkpoints / "latest").symlink_to("step_000001")
     start = place.start()
-    assert start.found is None and "has an unfinished run without a checkpoint" in start.notes[0]
+    assert (
+        start.checkpoint is None and "has an unfinished run without a checkpoint" in start.notes[0]
+    )
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["latest"]
 
 

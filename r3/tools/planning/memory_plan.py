@@ -256,7 +256,7 @@ def memory(
         teacher          algo.teacher: weights of the largest one, less the activations, which
                          are not there while it scores
         clipping         the largest shard of a gradient, float32: clipping multiplies one at a time
-        gathered state   of the optimizer, a piece at a time (r3/run/optimizer_state.py)
+        gathered state   of the optimizer, a piece at a time (r3/run/checkpoint.py)
         engine weights   all parameters * bytes per value of engine.dtype / engine_tp
         sync buffers     sync_buffer_bytes
         engine buffers   engine_buffer_bytes

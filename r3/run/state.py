@@ -1,4 +1,4 @@
-"""`run.json` in the folder of a run: its id, the key that signs its checkpoints, its starts.
+"""`run.json`, the state of a run beside its checkpoints: id, key that signs them, starts.
 
 The file is readable by its owner alone. Whoever can read the key can make a checkpoint whose
 pickled environments this run executes; whoever can only write to `checkpoints/` cannot.
@@ -7,9 +7,7 @@ pickled environments this run executes; whoever can only write to `checkpoints/`
 from __future__ import annotations
 
 import json
-import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ _NAME = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class RunState:
     """One run, through all its starts.
 
     Attributes:
@@ -43,6 +41,42 @@ class Identity:
     place: tuple[int, str] | None = None
     tracker: str = ""
 
+    @classmethod
+    def new(cls, run_id: str = "") -> RunState:
+        """A run that has not started yet."""
+        return cls(run_id=run_id or secrets.token_hex(8), key=secrets.token_hex(32))
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState | None:
+        """The state in a run folder, or None.
+
+        Raises:
+            ConfigError: the file is not as R3 wrote it.
+        """
+        try:
+            state = cls(**json.loads((folder / _NAME).read_bytes()))
+            _ = state.key_bytes
+            return state
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            owner = owner_of(folder / _NAME)
+            rule = f"{_NAME}, the key that signs checkpoints, can be read by {owner} alone"
+            fix = f"let {owner} resume the run, or resume a copy of the folder without {_NAME}"
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            rule = f"{_NAME} cannot be read ({error})"
+            fix = f"remove {_NAME}; only conversations that were suspended in a checkpoint need it"
+        raise ConfigError([Problem("log.dir", str(folder), rule, fix)])
+
+    def write(self, folder: Path, *, anew: bool = True) -> None:
+        """Write the file, readable by its owner alone.
+
+        Args:
+            anew: also if it is there.
+        """
+        if anew or not (folder / _NAME).exists():
+            write_json(folder / _NAME, asdict(self), private=True)
+
     @property
     def key_bytes(self) -> bytes:
         """The key that signs."""
@@ -53,7 +87,7 @@ class Identity:
         """The run of an experiment tracker that this folder continues."""
         return self.tracker or self.run_id
 
-    def placed(self, folder: Path) -> Identity:
+    def placed(self, folder: Path) -> RunState:
         """The same run in a folder; a copy of the folder gets another run of the tracker.
 
         A folder that was moved or mounted elsewhere keeps its number on the disk, and one that was
@@ -63,7 +97,7 @@ class Identity:
         is_copy = self.place is not None and number != self.place[0] and path != self.place[1]
         return replace(self, place=place, tracker=secrets.token_hex(8) if is_copy else self.tracker)
 
-    def started(self, step: int, *, reached: int, automatic: bool) -> Identity:
+    def started(self, step: int, *, reached: int, automatic: bool) -> RunState:
         """The same run after a start from the checkpoint of `step`, 0 if there is none.
 
         Args:
@@ -79,51 +113,3 @@ class Identity:
             failed_step=reached + 1,
             failures=self.failures + 1 if reached + 1 == self.failed_step else 1,
         )
-
-
-def new_identity(run_id: str = "") -> Identity:
-    """A run that has not started yet."""
-    return Identity(run_id=run_id or secrets.token_hex(8), key=secrets.token_hex(32))
-
-
-def read_identity(folder: Path) -> Identity | None:
-    """The identity that a run folder holds, or None.
-
-    Raises:
-        ConfigError: the file is not as R3 wrote it.
-    """
-    path = folder / _NAME
-    try:
-        identity = Identity(**json.loads(path.read_bytes()))
-        _ = identity.key_bytes
-        return identity
-    except FileNotFoundError:
-        return None
-    except PermissionError:
-        rule = f"{_NAME}, the key that signs checkpoints, can be read by {owner_of(path)} alone"
-        fix = f"let {owner_of(path)} resume the run, or resume a copy of the folder without {_NAME}"
-        raise ConfigError([Problem("log.dir", str(folder), rule, fix)]) from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        problem = Problem(
-            field="log.dir",
-            value=str(folder),
-            rule=f"{_NAME} cannot be read ({error})",
-            fix=f"remove {_NAME}; only conversations that were suspended in a checkpoint need it",
-        )
-        raise ConfigError([problem]) from None
-
-
-def has_identity(folder: Path) -> bool:
-    """Whether the file is there."""
-    return (folder / _NAME).exists()
-
-
-def write_identity(folder: Path, identity: Identity) -> None:
-    """Write `run.json`, readable by its owner alone."""
-    write_json(folder / _NAME, asdict(identity), private=True)
-
-
-def is_automatic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun or Slurm, not a person, started this process again."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(environment.get(name, "0") not in ("", "0") for name in counts)

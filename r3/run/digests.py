@@ -15,18 +15,17 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import r3
-from r3.config import Config, ConfigError, Problem, from_yaml, with_values
+from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import prompts_from
 from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
-from r3.run.folder import RunDir, write_json
+from r3.run.folder import RunDir
 from r3.types import Prompt
 
 _PACKAGES = (
@@ -38,6 +37,9 @@ _SAMPLES, _SAMPLE_BYTES = 4096, 256  # of tensors, over all files of a folder
 _FEWEST_SAMPLES = 16  # of one file
 _SHOWN = 4
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+Digests = Mapping[str, Mapping[str, str]]
+"""Digests by group and name, such as "data" and "rows"; of packages their versions."""
 
 # What shapes learning, by its name in `checkpoint.allow_changed`: the setting, and what it decides.
 _SHAPES_LEARNING = {
@@ -55,26 +57,20 @@ _SHAPES_LEARNING = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Digests by group and name, such as "data" and "rows"; of packages their versions."""
-
-    groups: Mapping[str, Mapping[str, str]]
-
-    def changed_since(self, earlier: Sources) -> dict[str, list[str]]:
-        """Return the names that differ, by group."""
-        found = {}
-        for group, now in self.groups.items():
-            before = earlier.groups.get(group, {})
-            if names := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-                found[group] = names
-        if {"data", "tokenizer", "template"} & found.keys():
-            found.pop("tokens", None)  # they follow from these
-        return found
+def changed_since(earlier: Digests, now: Digests) -> dict[str, list[str]]:
+    """Return the names that differ, by group; groups that are not looked at now are left out."""
+    found = {}
+    for group, names in now.items():
+        before = earlier.get(group, {})
+        if differ := [name for name in {**before, **names} if before.get(name) != names.get(name)]:
+            found[group] = differ
+    if {"data", "tokenizer", "template"} & found.keys():
+        found.pop("tokens", None)  # they follow from these
+    return found
 
 
-def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> Sources:
-    """Return the sources of a run as they are now.
+def digests_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> Digests:
+    """Return what shapes a run beside its settings, as it is now.
 
     Args:
         config: the settings.
@@ -83,26 +79,24 @@ def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
     """
     reward_model = config.reward.model_path if "model" in config.reward_functions else ""
     adapter = config.lora.start if config.algo.kl_coef else ""
-    return Sources(
-        groups={
-            **(_data(config, task) if len(task.prompts) else {}),  # none if it only evaluates
-            **of_model(small_files, task.tokenizer.chat_template).groups,
-            "weights": {"files": _weights(config.model.path)},
-            "adapter": {path: _adapter(path) for path in [adapter] if path},
-            "teacher": {path: _folder(path) for path in config.algo.teacher},
-            "reward_model": {path: _folder(path) for path in [reward_model] if path},
-            "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
-            "evaluation": {
-                f"held-out set {each.settings.name}": _digest(map(_row, each.prompts))
-                for each in task.heldout
-            },
-            "versions": {"r3": r3.__version__, **_versions()},
-        }
-    )
+    return {
+        **(_data(config, task) if len(task.prompts) else {}),  # none if it only evaluates
+        **of_model(small_files, task.tokenizer.chat_template),
+        "weights": {"files": _weights(config.model.path)},
+        "adapter": {path: _adapter(path) for path in [adapter] if path},
+        "teacher": {path: _folder(path) for path in config.algo.teacher},
+        "reward_model": {path: _folder(path) for path in [reward_model] if path},
+        "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
+        "evaluation": {
+            f"held-out set {each.settings.name}": _digest(map(_row, each.prompts))
+            for each in task.heldout
+        },
+        "versions": {"r3": r3.__version__, **_versions()},
+    }
 
 
-def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: str = "") -> Sources:
-    """Return the sources in the folder of a model that an export takes.
+def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: str = "") -> Digests:
+    """Return what an export takes from the folder of a model.
 
     Args:
         small_files: of the folder.
@@ -111,17 +105,15 @@ def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: s
     """
     # Of generation_config.json only the tokens that end a turn have an effect.
     generation = json.loads(small_files.get("generation_config.json", b"{}"))
-    return Sources(
-        groups={
-            "tokenizer": {"files": _tokenizer(small_files)},
-            "template": {"chat_template": _digest([_json(chat_template)])},
-            "model": {
-                "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
-                "end tokens": _digest([_json(generation.get("eos_token_id"))]),
-            },
-            **({"weights": {"files": _weights(weights)}} if weights else {}),
-        }
-    )
+    return {
+        "tokenizer": {"files": _tokenizer(small_files)},
+        "template": {"chat_template": _digest([_json(chat_template)])},
+        "model": {
+            "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
+            "end tokens": _digest([_json(generation.get("eos_token_id"))]),
+        },
+        **({"weights": {"files": _weights(weights)}} if weights else {}),
+    }
 
 
 def users_files(config: Config) -> list[str]:
@@ -135,39 +127,19 @@ def users_files(config: Config) -> list[str]:
     return [file for file in dict.fromkeys(files) if Path(file).is_file()]
 
 
-def settings_of(run_dir: RunDir) -> Config:
-    """The settings of a run for a command that reads its folder, in whatever working folder.
-
-    Raises:
-        ConfigError: config.yaml is not as R3 wrote it.
-        OSError: there is none.
-    """
-    config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
-    folders = {"model.path": config.model.path, "lora.start": config.lora.start}
-    return with_values(
-        config,
-        {name: run_dir.named_from_start(path, config.log.dir) for name, path in folders.items()},
-    )
-
-
-def read_sources(run_dir: RunDir) -> Sources | None:
-    """The sources of the run's last start; None if the file is missing or not as R3 wrote it."""
+def read_digests(run_dir: RunDir) -> Digests | None:
+    """Those of the run's last start; None if the file is missing or not as R3 wrote it."""
     try:
         groups = json.loads(run_dir.sources.read_bytes())
-        return Sources(groups={group: dict(names) for group, names in groups.items()})
+        return {group: dict(names) for group, names in groups.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def write_sources(run_dir: RunDir, sources: Sources) -> None:
-    """Write `sources.json`."""
-    write_json(run_dir.sources, sources.groups)
-
-
-def require_same_sources(
-    run_dir: RunDir, sources: Sources, config: Config, *, refuse: bool = True
+def require_same_digests(
+    run_dir: RunDir, now: Digests, config: Config, *, refuse: bool = True
 ) -> list[str]:
-    """Compare the sources of a run that resumes with those of its last start.
+    """Compare what shapes a run that resumes with what did at its last start.
 
     Args:
         refuse: raise an error; otherwise changes are notes.
@@ -178,46 +150,42 @@ def require_same_sources(
     Raises:
         ConfigError: what shapes learning changed, and `checkpoint.allow_changed` does not name it.
     """
-    earlier = read_sources(run_dir)
+    earlier = read_digests(run_dir)
     if earlier is None:
         return [
             f"{run_dir.sources.name} is missing: data, tokenizer and models were not compared with "
             "those that the run was started with"
         ]
-    changed = sources.changed_since(earlier)
-    shaping = [group for group in changed if group in _SHAPES_LEARNING]
+    changed = changed_since(earlier, now)
+    shaping = {
+        group: _what(group, changed[group]) for group in changed if group in _SHAPES_LEARNING
+    }
     allowed = config.checkpoint.allow_changed
     if refuse and (refused := [group for group in shaping if group not in allowed]):
         flag = " ".join(dict.fromkeys([*allowed, *refused]))
-        raise ConfigError(
-            [
-                Problem(
-                    setting,
-                    _value(config, setting),
-                    f"{_what(group, changed[group])} changed since the run was started: {why}",
-                    "restore it, start a new run with another --log.dir, or go on with "
-                    f"--checkpoint.allow_changed {flag}",
-                )
-                for group in refused
-                for setting, why in [_SHAPES_LEARNING[group]]
-            ]
-        )
-    others = [_what(group, changed[group]) for group in shaping]
+        problems = []
+        for group in refused:
+            setting, why = _SHAPES_LEARNING[group]
+            section, field = setting.split(".")
+            value = getattr(getattr(config, section), field)
+            rule = f"{shaping[group]} changed since the run was started: {why}"
+            fix = (
+                "restore it, start a new run with another --log.dir, or go on with "
+                f"--checkpoint.allow_changed {flag}"
+            )
+            problems.append(Problem(setting, value, rule, fix))
+        raise ConfigError(problems)
+    others = [*shaping.values()]
     others += [
         name for group in ("tokens", "code", "evaluation") for name in changed.get(group, ())
     ]
     for name in changed.get("versions", ()):
-        before, now = (each.groups.get("versions", {}).get(name) for each in (earlier, sources))
-        others.append(f"{name} {before or 'none'} -> {now or 'none'}")
+        before, after = (each.get("versions", {}).get(name) for each in (earlier, now))
+        others.append(f"{name} {before or 'none'} -> {after or 'none'}")
     if not others:
         return []
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"changed since the last start: {', '.join(others[:_SHOWN])}{more}"]
-
-
-def _value(config: Config, setting: str) -> Any:
-    section, field = setting.split(".")
-    return getattr(getattr(config, section), field)
 
 
 def _what(group: str, names: Sequence[str]) -> str:
