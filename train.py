@@ -21,10 +21,10 @@ from r3.runtime.process import importing
 from r3.runtime.terminal import own_streams
 
 if TYPE_CHECKING:
-    from r3.run.build import Run
+    from r3.run.session import Session
 
 
-def train(run: Run) -> None:
+def train(run: Session) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
     from r3 import extras
     from r3.policy.updates import train_on
@@ -119,7 +119,7 @@ def main() -> None:
         if prepared is None:  # it was only to be checked
             return
         with stage("importing Megatron-Core"), importing():
-            from r3.run.start import begin, ending
+            from r3.run.session import begin, ending
 
     with ending(prepared), begin(prepared) as run:
         train(run)

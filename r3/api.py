@@ -184,9 +184,8 @@ def _run_here(invocation: Invocation) -> None:
         if prepared is None:
             return
         with imports_that_last():
-            from r3.run.build import release_process
             from r3.run.ends import FailureReport
-            from r3.run.start import begin
+            from r3.run.session import begin, release_process
         rank = int(os.environ.get("RANK", "0"))
         # Other ranks would wait for one that raises an error. With several, the process ends, and
         # at once: the inner report comes before anything is closed.

@@ -39,8 +39,8 @@ from r3.rollout.conversation import ConversationSetup
 from r3.rollout.scored import share_out
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
-from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
+from r3.run.session import Session, build_run, init_rank
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import is_leader
@@ -62,7 +62,7 @@ _SAMPLES, _RESPONSE_TOKENS = 4, 64  # samples per prompt, and their longest resp
 class DoctorContext:
     """The run under test; `rollouts` holds those of all engines once a check has sampled them."""
 
-    run: Run
+    run: Session
     rollouts: list[Rollout] = field(default_factory=list)
 
 
@@ -506,7 +506,7 @@ def check_replay(context: DoctorContext) -> str:
     return text
 
 
-def _batch_of(rollouts: Sequence[Rollout], run: Run) -> Batch:
+def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
     """Pack the rollouts of all ranks as a step with one update does."""
     mesh, config = run.mesh, run.config
     (batch,), _ = distribute(

@@ -18,7 +18,7 @@ from r3.rollout.collect import Collector
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
-from r3.run.build import build_run
+from r3.run.session import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync.residency import State

@@ -26,7 +26,7 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    for module in ("r3.run.start", "r3.rescore", "benchmarks.gpu"):
+    for module in ("r3.run.session", "r3.rescore", "benchmarks.gpu"):
         importlib.import_module(module)
 
 

@@ -119,7 +119,7 @@ VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -
 from r3.runtime.device import has_gpu, prepare_environment
 prepare_environment()
 from r3.backends.cpu.engine import import_engine
-from r3.run import start
+from r3.run import session
 has_gpu() or import_engine()'
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

@@ -23,7 +23,7 @@ from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation
 
 FILE_PREFIX = "partial_rollouts_"
-"""Begins the names of checkpoint files that are pickles; `r3.run.verify_checkpoint` admits them."""
+"""Begins the names of checkpoint files that are pickles; `r3.run.manifest` asks for a signature."""
 
 
 @dataclass(frozen=True, kw_only=True)

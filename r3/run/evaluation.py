@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from r3.rollout.heldout import HeldOut
 from r3.rollout.heldout import evaluate as evaluate_set
-from r3.run.build import Run
 from r3.run.checkpointer import SaveError
 from r3.run.folder import write_json
 from r3.run.samples import write_eval
+from r3.run.session import Session
 from r3.runtime.terminal import say
 
 
-def evaluate_if_due(run: Run, step: int) -> bool:
+def evaluate_if_due(run: Session, step: int) -> bool:
     """Evaluate before the first step, after every `eval.every` steps and after the last.
 
     All ranks must call.
@@ -26,7 +26,7 @@ def evaluate_if_due(run: Run, step: int) -> bool:
     return due
 
 
-def evaluate_alone(run: Run) -> None:
+def evaluate_alone(run: Session) -> None:
     """Evaluate without training, and keep the row beside the samples. All ranks must call."""
     evaluate(run, run.steps_done)
     row = run.meter.close_step(run.steps_done)
@@ -37,7 +37,7 @@ def evaluate_alone(run: Run) -> None:
             raise SaveError(f"{run.folder.evaluated}: not written: {error}") from error
 
 
-def evaluate(run: Run, step: int) -> None:
+def evaluate(run: Session, step: int) -> None:
     """Measure the policy after `step` steps on every held-out set. All ranks must call."""
     with run.meter.phase("evaluate"):
         run.sync(step)
@@ -46,7 +46,7 @@ def evaluate(run: Run, step: int) -> None:
         run.release_engine()
 
 
-def _evaluate_set(run: Run, heldout: HeldOut, step: int) -> None:
+def _evaluate_set(run: Session, heldout: HeldOut, step: int) -> None:
     count = heldout.num_samples // run.mesh.engine_dp.size
     with run.meter.progress(count, heldout.name) as tick:
         result = evaluate_set(

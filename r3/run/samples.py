@@ -23,10 +23,10 @@ from r3.sync.rollouts import send_rollouts
 from r3.types import Prompt, Rollout
 
 if TYPE_CHECKING:
-    from r3.run.build import Run
+    from r3.run.session import Session
 
 
-def record_samples(run: Run, step: int, scored: Sequence[Scored]) -> None:
+def record_samples(run: Session, step: int, scored: Sequence[Scored]) -> None:
     """Dump the rollouts of all ranks and show one of this rank's, each when due. All must call.
 
     Args:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from r3.config import flatten
-from r3.run.build import Run
 from r3.run.checkpoint import require_sound
 from r3.run.checkpointer import Copy, SaveError
 from r3.run.ends import StoppedEarly
 from r3.run.folder import read_metrics
 from r3.run.result import Goal, best_step
+from r3.run.session import Session
 from r3.runtime.mesh import Axis, axis_beside
 from r3.runtime.terminal import say
 from r3.sync.weights import export
@@ -30,7 +30,7 @@ class Saver:
         last_step: of the run: `train.steps`, or an earlier one if train.patience has ended it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Session) -> None:
         """Prepare for saves; make the export that an earlier attempt owes. All ranks must call.
 
         The evaluation before the first step must have been made: later ones are compared with it.
@@ -170,7 +170,7 @@ def is_checkpoint_due(step: int, every: int, *, last: int) -> bool:
     return (step == last and every >= 0) or (every > 0 and step % every == 0)
 
 
-def export_last(run: Run, step: int) -> None:
+def export_last(run: Session, step: int) -> None:
     """Export the weights after the last step, if the settings ask for it. All ranks must call.
 
     Raises:
@@ -180,7 +180,7 @@ def export_last(run: Run, step: int) -> None:
         export_weights(run, step)
 
 
-def export_weights(run: Run, step: int) -> None:
+def export_weights(run: Session, step: int) -> None:
     """Write the weights as a Hugging Face checkpoint, once. All ranks must call.
 
     Raises:

@@ -33,7 +33,8 @@ import sys
 from r3 import train
 from r3.config import ConfigError
 from r3.policy import policy
-from r3.run import build, start
+from r3.run import session as build
+from r3.run import session
 
 first = train("my_presets.py:small", {"log.dir": "alone"})
 assert [row["step"] for row in first.metrics] == [1], first

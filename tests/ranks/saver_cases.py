@@ -12,12 +12,12 @@ from r3.config import Config, with_values
 from r3.metrics import Mean, Meter
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import Policy
-from r3.run.build import Phases, Run
 from r3.run.checkpointer import Checkpointer
 from r3.run.ends import StopRequest
 from r3.run.folder import RunDir, step_folders
 from r3.run.open import Opened
 from r3.run.save import Saver, export_last
+from r3.run.session import Phases, Session
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync.weights import WeightStream
@@ -87,7 +87,7 @@ def _attempt(
 ) -> Attempt:
     step, latest = (step_folders(run_dir.checkpoints) or [(0, None)])[-1]
     nothing: Any = None  # no step is made here
-    run = Run(
+    run = Session(
         config=config,
         task=nothing,
         device=device,

@@ -120,7 +120,7 @@ theirs.checkpoint(1).mkdir(parents=True)
 mine.path.rename(mine.path.with_name("moved"))
 theirs.path.rename(mine.path)
 if sys.argv[2] == "row":
-    from r3.run.build import Phases
+    from r3.run.session import Phases
     Phases(None, (), lock).enter("report")
     mine.append_metrics({"step": 1})
 else:

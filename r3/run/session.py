@@ -1,29 +1,46 @@
-"""Build the parts of a run on one rank: devices, engine, policy, weight sync and memory phases."""
+"""A session: one attempt at a run on one rank. Its parts are built, resumed and closed here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from r3 import extras
-from r3.config import Config
+from r3.config import Config, flatten
 from r3.engine import Engine, forget_engine
+from r3.metrics.console import stage
 from r3.metrics.meter import Meter, Writer
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
+from r3.run import checkpoint
 from r3.run.checkpointer import Checkpointer
 from r3.run.digests import users_files
-from r3.run.ends import StopRequest
-from r3.run.folder import RunDir
+from r3.run.ends import REQUEUE, FailureReport, StoppedEarly, StopRequest, resume_command
+from r3.run.folder import RunDir, write_text
 from r3.run.lock import RunLock
-from r3.run.open import Opened
+from r3.run.open import Opened, ResumeError, newest_whole
+from r3.run.prepare import Prepared
+from r3.run.result import closing
 from r3.run.watchdog import Watchdog
-from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
-from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
+from r3.runtime.device import (
+    Device,
+    end_process_groups,
+    init_device,
+    leave,
+    seed_everything,
+    settle,
+)
+from r3.runtime.mesh import Axis, Mesh, build_mesh, forget_mesh
+from r3.runtime.process import is_leader
 from r3.runtime.process_state import Surroundings
+from r3.runtime.terminal import say
 from r3.sync.residency import Residency, State
 from r3.sync.weights import WeightStream, prove_sync, prove_weights, sync_weights
 
@@ -63,7 +80,7 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Session:
     """Everything that a step uses on one rank.
 
     Attributes:
@@ -181,7 +198,7 @@ def build_run(
     watchdog: Watchdog | None = None,
     tracker: Writer | None = None,
     small_files: Mapping[str, bytes] = MappingProxyType({}),
-) -> Run:
+) -> Session:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
 
     Without anything to sample there is no engine.
@@ -221,7 +238,7 @@ def build_run(
         tracker=tracker,
         trace=extras.step_trace(folder, config.debug.profile, device.rank) if writes else None,
     )
-    return Run(
+    return Session(
         config=config,
         task=task,
         device=device,
@@ -240,3 +257,153 @@ def build_run(
         ),
         small_files=small_files,
     )
+
+
+class RankError(RuntimeError):
+    """Ranks that differ in settings, data or checkpoint."""
+
+
+@contextmanager
+def ending(prepared: Prepared) -> Iterator[None]:
+    """End this process after the block, as a program does. All ranks must call.
+
+    The exit code is 0; 2 if the folder cannot be resumed; 75 if a signal stopped the run; and 1,
+    or 130 after Ctrl-C, with one block on the console if an error leaves the block.
+    """
+    folder, code = prepared.folder.path, 0
+    with FailureReport(folder, rank=int(os.environ.get("RANK", "0"))):
+        try:
+            yield
+        except ResumeError as error:
+            if is_leader():
+                say(error, error=True)
+            sys.exit(2)
+        except StoppedEarly as stopped:
+            code = REQUEUE
+            if is_leader():
+                say(f"{stopped}; continue with: {resume_command(folder)}")
+    leave(code)
+
+
+@contextmanager
+def begin(prepared: Prepared) -> Iterator[Session]:
+    """Build the run and resume it; close it after the block. All ranks must call.
+
+    Raises:
+        RankError: the ranks differ in settings, data or checkpoint.
+        ResumeError: no checkpoint can be resumed.
+    """
+    config, task, folder = prepared.invocation.config, prepared.task, prepared.folder
+    stopped = folder.stopped if is_leader() and not config.eval.only else None
+    if stopped is not None:
+        stopped.unlink(missing_ok=True)
+    try:
+        run = _build(prepared)
+        base, *differences = prepared.invocation.differences
+        settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
+        run.meter.console.header(
+            [*settings, *extras.header(config, task, run.mesh, run.device, run.opened)]
+        )
+        prepared.watchdog.watch(folder, kill_after_s=config.debug.kill_after_s)
+        with run.meter, run.stop, run.checkpointer:
+            run.phases.begin_steps()
+            yield run
+    except StoppedEarly as end:
+        if stopped is not None:
+            with suppress(OSError):  # a full disk: the checkpoint is what counts
+                write_text(stopped, f"{end}\n")
+        raise
+    finally:
+        task.close()
+        if prepared.opened.lock is not None:
+            prepared.opened.lock.release()
+    if run.device.rank == 0:
+        step = run.opened.step if config.eval.only else run.meter.last_step
+        seconds = time.perf_counter() - prepared.began
+        say(closing(config, folder, seconds, step, run.meter.last_row))
+
+
+def _build(prepared: Prepared) -> Session:
+    """Join the ranks, build the run and load its checkpoint. All ranks must call."""
+    config, task, opened = prepared.invocation.config, prepared.task, prepared.opened
+    only = config.eval.only
+
+    @contextmanager
+    def watched(what: str) -> Iterator[None]:
+        prepared.watchdog.beat(what)
+        with stage(what):
+            yield
+
+    with watched("joining the ranks"):
+        device, mesh = init_rank(config)
+        require_one_start(config, task, opened, mesh.world)
+    if opened.checkpoint:
+        with watched("verifying the checkpoint"):
+            opened = newest_whole(opened, prepared.folder, config, mesh.world, writes=not only)
+    tracker = None
+    if config.log.tracker != "none" and opened.state:  # none for an evaluation alone
+        with stage(f"starting {config.log.tracker}"):
+            tracker = extras.tracker(config, opened.state.tracker_id)
+    run = build_run(
+        config,
+        task,
+        device=device,
+        mesh=mesh,
+        opened=opened,
+        writes=True,
+        stage=watched,
+        small_files=prepared.small_files,
+        watchdog=prepared.watchdog,
+        tracker=tracker,
+    )
+    with ExitStack() as undo:
+        undo.enter_context(run.meter)
+        if opened.checkpoint:
+            with watched(f"loading {opened.checkpoint}"):
+                checkpoint.load(opened.checkpoint, run.policy, device, mesh, weights_only=only)
+        settle()
+        undo.pop_all()
+    return run
+
+
+def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -> None:
+    """Require that all ranks have the same settings, data and checkpoint. All ranks must call.
+
+    Machines that do not see the same files would start at different steps and wait for each other
+    without end, or mix groups of different prompts.
+
+    Raises:
+        RankError: on every rank; names what differs between two ranks.
+    """
+    # The folder of the run may have several names.
+    settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
+    sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
+    mine = {
+        "step to begin after": opened.step,
+        "settings": _digest(f"{name} {value}" for name, value in settings.items()),
+        "prompts": _digest(
+            f"{p.id} {len(p.tokens_T)} {p.accepted}" for prompts in sets for p in prompts
+        ),
+        "sizes of the model": task.shape,
+        "your Python files": _digest(map(_source, users_files(config))),
+    }
+    everybody = world.all_gather_object(mine)
+    for what, value in everybody[0].items():
+        for rank, theirs in enumerate(everybody):
+            if theirs[what] != value:
+                raise RankError(
+                    f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all "
+                    "machines see the same folders "
+                    "(log.dir, data, model)?"
+                )
+
+
+def _source(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8", errors="replace")
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for line in lines:
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()
