@@ -48,7 +48,7 @@ def preload() -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         prepare_environment()  # vLLM reads some of it when it is imported
         from r3.backends.cpu.engine import import_engine
-        from r3.run import start  # noqa: F401
+        from r3.run import session  # noqa: F401
 
         import_engine()
     os.environ.clear()
