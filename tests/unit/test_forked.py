@@ -218,6 +218,27 @@ def test_a_mistake_ends_the_launcher_before_there_are_ranks(
     assert not (tmp_path / "run").exists()
 
 
+_READS = """
+import os, pathlib, sys
+read = pathlib.Path(os.environ["R3_READ"], "rows")
+if "--check" in sys.argv:
+    read.write_text("by the check")
+else:
+    print(read.parent, "read", read.read_text())
+"""
+
+
+def test_ranks_find_what_the_check_has_read_and_nothing_stays(tmp_path: Path) -> None:
+    script = tmp_path / "reads.py"
+    script.write_text(_READS)
+    flags = ("--check", "--standalone", "--nproc_per_node", "1", str(script))
+    said = subprocess.check_output(
+        [sys.executable, "launch/ranks.py", *flags], cwd=ROOT, text=True, timeout=120
+    )
+    folder, _, read = said.splitlines()[-1].partition(" read ")
+    assert read == "by the check" and not Path(folder).exists()
+
+
 _HOLDS_THE_LOCK = """
 import ctypes, os, threading
 print("rank", os.getpid(), flush=True)
