@@ -6,8 +6,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-from r3.checks.findings import Findings
 from r3.config import Config, ConfigError, EnvConfig, Problem
+from r3.config.check import Findings
 
 
 def check_workflow(config: Config) -> list[str]:

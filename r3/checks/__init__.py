@@ -16,22 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3 import extras
-from r3.checks.data import check_best, check_data, check_evaluation, overlap
-from r3.checks.findings import Findings
+from r3.checks.data import check_data, check_evaluation, overlap
 from r3.checks.functions import (
-    algorithm_notes,
-    check_algorithm,
     check_environment,
+    check_own_algorithm,
     check_rewards,
     load_files,
 )
-from r3.checks.layout import check_batch, check_layout, check_lengths
-from r3.checks.model import (
-    check_freeze,
-    check_model,
-)
-from r3.checks.objective import check_objective
+from r3.checks.layout import check_layout, check_lengths
+from r3.checks.model import check_freeze, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
+from r3.config.check import (
+    Findings,
+    algorithm_notes,
+    check_algorithm,
+    check_batch,
+    check_best,
+    check_objective,
+)
 from r3.config.effect import Around, doubtful, without_effect
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
@@ -89,6 +91,7 @@ def examine(
     check_batch(config, found, world_size)
     check_objective(config, found)
     check_algorithm(config, found)
+    check_own_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
     if config.algo.teacher or config.train.objective == "distill":

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
-from r3.checks.findings import Findings
 from r3.checks.functions import (
     check_environment_file,
     check_environment_rewards,
     check_reward_function,
 )
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
+from r3.config.check import Findings
 from r3.data.rows import Columns, Row, RowProblem, columns_of
 from r3.data.sources import FILES, ReadsRows, is_near, read_rows
 from r3.models.shape import ModelShape
@@ -182,33 +182,6 @@ def check_evaluation(
             own = each.environment(config.env)
             check_environment_rewards(functions, own, found, "eval.function")
     return settings.sets
-
-
-def check_best(config: Config, found: Findings, sets: Sequence[EvalSet]) -> None:
-    """`checkpoint.keep_best` names a figure of one of the sets, and `train.patience` needs it."""
-    metric = config.checkpoint.keep_best
-    if config.train.patience and not metric:
-        rule = "needs checkpoint.keep_best, which names the metric that must become better"
-        found.add("train.patience", rule, "add --checkpoint.keep_best eval/heldout/accuracy")
-    if not metric or config.eval.only or not found.sound("checkpoint.keep_best"):
-        return
-    name, _, figure = metric.removeprefix("eval/").partition("/")
-    of_set = {each.name: each for each in sets}.get(name)
-    if not config.eval.path:
-        rule = "eval.path is empty, so nothing is evaluated"
-        found.add("checkpoint.keep_best", rule, "give --eval.path")
-    elif of_set is not None:
-        counts = config.eval.pass_at or (of_set.samples,)
-        figures = ["accuracy", "reward", "unjudged"]
-        if of_set.samples > 1:
-            figures.append(f"avg_at_{of_set.samples}")
-            figures += [f"pass_at_{k}" for k in counts if k <= of_set.samples]
-        if figure not in figures and not figure.startswith(("env/", "reward/")):
-            fix = f"use {', '.join(figures)}, or env/NAME or reward/NAME of your code"
-            found.add("checkpoint.keep_best", f"evaluations have no {figure}", fix)
-    elif sets:
-        fix = f"use one of {', '.join(each.name for each in sets)}"
-        found.add("checkpoint.keep_best", f"{name} is no held-out set", fix)
 
 
 def _check_lists(found: Findings, count: int) -> None:

@@ -5,10 +5,8 @@ r3/runtime/mesh.py has the order of ranks.
 
 from __future__ import annotations
 
-import math
-
-from r3.checks.findings import Findings
-from r3.config import ADVANTAGES, Config
+from r3.config import Config
+from r3.config.check import Findings
 from r3.models.shape import BYTES_OF, ModelShape
 
 
@@ -123,37 +121,6 @@ def _check_pipeline(config: Config, found: Findings, shape: ModelShape) -> None:
         name = "parallel.vpp" if parallel.vpp > 1 else "parallel.pp"
         rule = f"pp * vpp = {count} chunks of a model of {layers} layers: each needs a layer"
         found.add(name, rule, f"use at most {layers} chunks")
-
-
-def check_batch(config: Config, found: Findings, world_size: int) -> None:
-    """Prompts must divide evenly into engines and updates; most advantages need groups."""
-    rollout, train = config.rollout, config.train
-    # What an advantage of the user's compares is not known.
-    needs_groups = config.algo.advantage in ADVANTAGES and config.algo.advantage != "reinforce_pp"
-    if rollout.group_size == 1 and needs_groups:
-        found.add(
-            "rollout.group_size",
-            f"algo.advantage {config.algo.advantage!r} compares the samples of a prompt and needs "
-            "at least 2",
-            "set it to 2 or more (8 and 16 are common), or use algo.advantage reinforce_pp",
-        )
-    engines = (
-        max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
-    )
-    ranks = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
-    divisors = {ranks: engines} if config.train.objective != "sft" else {}
-    if found.sound("train.updates_per_step"):
-        divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
-    if found.sound("rollout.prompts_per_step"):
-        for what, divisor in divisors.items():
-            if rollout.prompts_per_step % divisor:
-                above = math.ceil(rollout.prompts_per_step / divisor) * divisor
-                nearest = " or ".join(str(count) for count in (above - divisor, above) if count)
-                rule = f"must be a multiple of {what}"
-                found.add("rollout.prompts_per_step", rule, f"set it to {nearest}")
-    if found.sound("train.lr", "train.min_lr") and train.min_lr > train.lr:
-        rule = f"must not exceed train.lr = {train.lr}"
-        found.add("train.min_lr", rule, "set it to 0, or to a tenth of train.lr")
 
 
 def check_lengths(config: Config, found: Findings, shape: ModelShape | None) -> None:

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from r3.checks.findings import Findings
 from r3.config import Config
+from r3.config.check import Findings
 from r3.models.download import fetch_small, weights_note
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.hub import HubError, command, is_hub

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import regex
 
-from r3.checks.findings import Findings
 from r3.checks.model import add_fault, has_chat_template, local_folder
 from r3.config import Config, RewardConfig
+from r3.config.check import Findings
 from r3.models.files import checkpoint_tensors
 from r3.models.hub import HubError
 from r3.models.shape import ShapeError

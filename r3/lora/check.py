@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from r3.checks.findings import Findings
 from r3.config import Config
+from r3.config.check import Findings
 from r3.lora.plan import adapted_tensors, adapter_fault, other_base, untrained_chunk
 from r3.models.shape import ModelShape
 

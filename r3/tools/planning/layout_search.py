@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from r3.checks.findings import Findings
-from r3.checks.layout import check_batch, check_layout, check_lengths
+from r3.checks.layout import check_layout, check_lengths
 from r3.config import Config, Problem, flatten, with_values
+from r3.config.check import Findings, check_batch
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import GIB, PHASES, Fit, fit, memory
 

@@ -1,0 +1,204 @@
+"""Rules over several settings that need neither the model nor a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from r3.config.fields import Problem, as_typed, shown
+from r3.config.run import EvalSet
+from r3.config.settings import Config, flatten
+from r3.config.train import ADVANTAGES, OF_OBJECTIVE
+
+
+class Findings:
+    """Problems so far, and the settings they are about.
+
+    A rule that combines several settings first asks whether each is `sound` by itself.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.values = flatten(config)
+        self.problems: list[Problem] = []
+
+    def add(
+        self, name: str, rule: str, fix: str, value: object = None, *, is_missing: bool = False
+    ) -> None:
+        """Add a problem with a setting, or with `value`, a part of it; each problem once."""
+        shown = self.values[name] if value is None else value
+        problem = Problem(name, shown, rule, fix, is_missing=is_missing)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def sound(self, *names: str) -> bool:
+        """Whether none of these settings has a problem yet."""
+        return not any(problem.field in names for problem in self.problems)
+
+
+def check_objective(config: Config, found: Findings) -> None:
+    """What the objective brings has its value; a teacher alone says what is learnt by distill."""
+    objective = config.train.objective
+    for name, value in OF_OBJECTIVE[objective].items():
+        if found.sound(name) and found.values[name] != value:
+            fix = f"leave it out, or add --{name} {as_typed(value) or repr('')}"
+            found.add(name, f"train.objective {objective} needs {shown(value)}", fix)
+    if objective == "distill" and config.algo.takes_kl_from_reward:
+        rule = "train.objective distill learns from the teacher alone, not from rewards"
+        found.add("algo.kl_in", rule, "add --algo.kl_in loss, or --algo.kl_coef 0")
+
+
+def check_batch(config: Config, found: Findings, world_size: int) -> None:
+    """Prompts must divide evenly into engines and updates; most advantages need groups."""
+    rollout, train = config.rollout, config.train
+    # What an advantage of the user's compares is not known.
+    needs_groups = config.algo.advantage in ADVANTAGES and config.algo.advantage != "reinforce_pp"
+    if rollout.group_size == 1 and needs_groups:
+        found.add(
+            "rollout.group_size",
+            f"algo.advantage {config.algo.advantage!r} compares the samples of a prompt and needs "
+            "at least 2",
+            "set it to 2 or more (8 and 16 are common), or use algo.advantage reinforce_pp",
+        )
+    engines = (
+        max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
+    )
+    ranks = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
+    divisors = {ranks: engines} if config.train.objective != "sft" else {}
+    if found.sound("train.updates_per_step"):
+        divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
+    if found.sound("rollout.prompts_per_step"):
+        for what, divisor in divisors.items():
+            if rollout.prompts_per_step % divisor:
+                above = math.ceil(rollout.prompts_per_step / divisor) * divisor
+                nearest = " or ".join(str(count) for count in (above - divisor, above) if count)
+                rule = f"must be a multiple of {what}"
+                found.add("rollout.prompts_per_step", rule, f"set it to {nearest}")
+    if found.sound("train.lr", "train.min_lr") and train.min_lr > train.lr:
+        rule = f"must not exceed train.lr = {train.lr}"
+        found.add("train.min_lr", rule, "set it to 0, or to a tenth of train.lr")
+
+
+def check_best(config: Config, found: Findings, sets: Sequence[EvalSet]) -> None:
+    """`checkpoint.keep_best` names a figure of one of the sets, and `train.patience` needs it."""
+    metric = config.checkpoint.keep_best
+    if config.train.patience and not metric:
+        rule = "needs checkpoint.keep_best, which names the metric that must become better"
+        found.add("train.patience", rule, "add --checkpoint.keep_best eval/heldout/accuracy")
+    if not metric or config.eval.only or not found.sound("checkpoint.keep_best"):
+        return
+    name, _, figure = metric.removeprefix("eval/").partition("/")
+    of_set = {each.name: each for each in sets}.get(name)
+    if not config.eval.path:
+        rule = "eval.path is empty, so nothing is evaluated"
+        found.add("checkpoint.keep_best", rule, "give --eval.path")
+    elif of_set is not None:
+        counts = config.eval.pass_at or (of_set.samples,)
+        figures = ["accuracy", "reward", "unjudged"]
+        if of_set.samples > 1:
+            figures.append(f"avg_at_{of_set.samples}")
+            figures += [f"pass_at_{k}" for k in counts if k <= of_set.samples]
+        if figure not in figures and not figure.startswith(("env/", "reward/")):
+            fix = f"use {', '.join(figures)}, or env/NAME or reward/NAME of your code"
+            found.add("checkpoint.keep_best", f"evaluations have no {figure}", fix)
+    elif sets:
+        fix = f"use one of {', '.join(each.name for each in sets)}"
+        found.add("checkpoint.keep_best", f"{name} is no held-out set", fix)
+
+
+def check_algorithm(config: Config, found: Findings) -> None:
+    """Refuse to correct the mismatch twice, and one algorithm under the name of another."""
+    algo = config.algo
+    if found.sound("algo.args") and algo.args and not algo.own_functions:
+        rule = "is for a function or class of yours, and none is set"
+        found.add("algo.args", rule, "leave it out", value=algo.args[0])
+    if algo.loss == "minirl" and algo.correction != "none":
+        rule = "corrects the mismatch twice: the weight of minirl is pi / mu already"
+        found.add("algo.correction", rule, "set it to none; algo.minirl_cap bounds that weight")
+    if algo.loss == "pg" and algo.correction == "bypass":
+        rule = "changes the ratio of a loss, and pg has none"
+        found.add("algo.correction", rule, "set it to none, or use a loss with a ratio")
+    if algo.loss == "cispo" and found.sound("algo.clip_low") and algo.clip_low < 1:
+        rule = "is a lower bound of PPO: cispo bounds its weight from above only"
+        fix = "use --algo.clip_low 1 and choose --algo.clip_high; 3 to 5 are common"
+        found.add("algo.clip_low", rule, fix)
+    if algo.dynamic_sampling > 0 and algo.advantage == "reinforce_pp":
+        rule = (
+            "leaves out groups with equal rewards, and reinforce_pp learns from those too: it has "
+            "no groups"
+        )
+        found.add("algo.dynamic_sampling", rule, "set it to 0, or use another algo.advantage")
+    if algo.takes_kl_from_reward and algo.advantage == "grpo" and config.train.objective == "rl":
+        rule = (
+            "is divided by the standard deviation of its group: where rewards are equal, KL "
+            "differences of any size would become advantages of 1, whatever algo.kl_coef is"
+        )
+        fix = "use --algo.kl_in loss, or --algo.advantage dr_grpo, rloo or reinforce_pp_baseline"
+        found.add("algo.kl_in", rule, fix)
+    if algo.baseline == "step" and algo.advantage == "reinforce_pp":
+        rule = "compares rewards within a group, and reinforce_pp compares those of the whole step"
+        found.add("algo.baseline", rule, "set it to prompt, or use another algo.advantage")
+    if (
+        algo.dynamic_sampling > 0
+        and config.rollout.step_token_budget
+        and config.rollout.max_staleness > 0
+    ):
+        rule = (
+            "keeps groups for later steps, and algo.dynamic_sampling leaves out groups of this "
+            "step by their rewards"
+        )
+        fix = "set it to 0, which drops suspended conversations, or disable algo.dynamic_sampling"
+        found.add("rollout.max_staleness", rule, fix)
+    length = config.rollout.max_response_tokens
+    if (
+        found.sound("algo.overlong_buffer", "rollout.max_response_tokens")
+        and algo.overlong_buffer > length
+    ):
+        rule = f"exceeds rollout.max_response_tokens = {length}"
+        found.add("algo.overlong_buffer", rule, "DAPO uses a fifth of it; 0 disables the penalty")
+
+
+def algorithm_notes(config: Config) -> list[str]:
+    """Settings that work and are seldom meant."""
+    algo, notes = config.algo, []
+    if algo.loss == "gspo" and max(algo.clip_low, algo.clip_high) > 0.05:
+        notes.append(
+            f"algo.clip_low = {algo.clip_low} and clip_high = {algo.clip_high} never clip with "
+            "gspo: ratios of whole responses stay near 1. The paper uses 3e-4 and 4e-4"
+        )
+    if algo.loss == "gspo" and algo.aggregation != "sequence":
+        notes.append(
+            f"algo.aggregation = {algo.aggregation!r} weights the responses of gspo by length. The "
+            "paper uses sequence"
+        )
+    if algo.loss == "cispo" and algo.clip_high < 1:
+        notes.append(
+            f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
+            f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
+        )
+    several = config.train.updates_of_step > 1 and config.train.objective != "sft"
+    if algo.loss == "pg" and several:
+        notes.append(
+            "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"
+        )
+    if algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1":
+        notes.append(
+            "algo.kl_estimator = 'k1' in the loss has no gradient on average: use k2 or k3"
+        )
+    if algo.dynamic_sampling and algo.teacher and config.train.objective == "rl":
+        notes.append(
+            f"algo.dynamic_sampling = {algo.dynamic_sampling} leaves out no group for its rewards: "
+            "algo.teacher teaches groups with equal rewards too"
+        )
+    replays = config.replay.mode != "off" and config.replay.reference
+    if algo.takes_kl_from_reward and config.replay.mode != "off" and not replays:
+        notes.append(
+            "replay.reference is false: the reference policy routes for itself, and the KL that "
+            "is subtracted from rewards is not 0 where both policies are equal. Use "
+            "--replay.reference true"
+        )
+    if algo.takes_kl_from_reward and algo.kl_estimator != "k1":
+        notes.append(
+            f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is "
+            "the unbiased one"
+        )
+    return notes
