@@ -26,15 +26,20 @@ if TYPE_CHECKING:
 
 def train(run: Session) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
+    import torch
+
     from r3 import extras
-    from r3.policy.updates import train_on
-    from r3.rollout.scored import rescored, score_all
-    from r3.rollout.step import RolloutSource
+    from r3.algo.advantage import advantages_of, less_kl
+    from r3.algo.packing import with_advantages
+    from r3.policy.objective import policy_loss
+    from r3.policy.updates import earlier_passes, train_on
+    from r3.rollout.step import rollout_source
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
     from r3.run.samples import record_samples
     from r3.run.save import Saver, export_last
     from r3.sync.rollouts import PackingSpec, distribute
+    from r3.user_code.algorithm import advantage_of
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
     if config.eval.only:
@@ -42,18 +47,18 @@ def train(run: Session) -> None:
         return
     source = None
     if config.train.objective != "sft":  # which learns rows: nothing is sampled
-        source = RolloutSource(run.engine, task, config, run.mesh)
+        source = rollout_source(run.engine, task, config, run.mesh)
     if not run.opened.checkpoint:
         if evaluate_if_due(run, 0):
             meter.close_step(0)
     elif source:
         source.restore(run.opened.checkpoint)
     saver = Saver(run)
+    advantage = advantage_of(config.algo)
 
     for step in range(run.steps_done + 1, saver.last_step + 1):
         meter.open_step(step)
         version = step - 1  # the engine samples with the weights after this many steps
-        rewards = None
         if source:
             # 1 sync: the engine takes the policy's weights
             run.sync(version)
@@ -61,39 +66,53 @@ def train(run: Session) -> None:
             # 2 generate: finished conversations are rewarded while others are still sampled
             bar = meter.progress(source.size, f"step {step} generate")
             with meter.phase("generate"), bar as tick:
-                collected = source.collect(step, on_rollout=tick)
-            for metrics in collected.metrics:
-                meter.add(metrics)
-
-            # 3 score: advantages from the rewards of all ranks
-            rewards = collected.rewards
-            with meter.phase("score"):
-                scored = score_all(collected.rollouts, rewards, config)
+                samples, rewards, parts = source.collect(step, on_rollout=tick)
             run.release_engine()
         else:
-            scored, metrics = extras.rows_of_step(task, config, run.mesh.world, step)
+            samples, parts = extras.rows_of_step(task, config, run.mesh.world, step)
+            rewards = []
+        for metrics in parts:
             meter.add(metrics)
 
-        # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
+        # 3 pack: rollouts go to the ranks that train on them, balanced by tokens
         with meter.phase("pack"):
             spec = PackingSpec.of_step(config, policy.replay.layers, version)
-            batches, metrics = distribute(scored, run.mesh, task.shape, spec)
+            batches, metrics = distribute(samples, run.mesh, task.shape, spec)
             meter.add(metrics)
 
-        # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
-        count = config.train.epochs_per_step * sum(len(batch.micro_batches) for batch in batches)
-        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
-            report = meter.add
-            shaped = train_on(
-                policy, batches, rewards, config, step=step, report=report, on_micro_batch=tick
+        # 4 score: log-probabilities of the old policy if needed, of reference and teacher
+        with meter.phase("train"):
+            passes, kl = earlier_passes(
+                policy, batches, config, report=meter.add, sampled=bool(source)
             )
 
-        # 6 report
+        # 5 advantages, from the rewards of all ranks; rows that are learned have 1
+        with meter.phase("score"):
+            rewards = less_kl(rewards, kl, config.algo.kl_coef)
+            advantages_R = torch.ones(config.rollout.prompts_per_step)
+            if source:
+                advantages_R = advantages_of(rewards, advantage)
+            batches = [with_advantages(batch, advantages_R) for batch in batches]
+
+        # 6 train: the updates; routes are replayed in all
+        count = config.train.epochs_per_step * sum(len(batch.micro_batches) for batch in batches)
+        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
+            train_on(
+                policy,
+                batches,
+                passes,
+                config,
+                loss=policy_loss,
+                step=step,
+                report=meter.add,
+                sampled=bool(source),
+                on_micro_batch=tick,
+            )
+
+        # 7 report
         meter.add(run.residency.metrics())
-        if shaped is not None:
-            scored = rescored(scored, shaped.rewards_R, shaped.advantages_R)
         if source:
-            record_samples(run, step, scored)
+            record_samples(run, step, samples, rewards, advantages_R)
         evaluate_if_due(run, step)
         # every captured route was replayed exactly once in each epoch
         reconcile(meter.close_step(step), epochs=config.train.epochs_per_step)

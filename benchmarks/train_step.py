@@ -211,7 +211,6 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
         packing.pack(
             [rollouts[i] for i in members],
             members,
-            [1.0 - 2.0 * (i % 2) for i in members],
             num_experts=shape.num_experts,
             num_layers=len(shape.moe_layers),
             topk=shape.topk,
@@ -220,11 +219,12 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
         )
         for members in plan.micro_batches[0]
     )
-    return Batch(
+    batch = Batch(
         micro_batches=micro_batches,
         num_loss_tokens=packing.count_loss_tokens(micro_batches),
         num_sequences=len(lengths),
     )
+    return packing.with_advantages(batch, 1.0 - 2.0 * (torch.arange(len(lengths)) % 2))
 
 
 def recorded(policy: Policy, batch: Batch) -> Batch:

@@ -36,7 +36,6 @@ from r3.policy.updates import pass_figures
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.scored import share_out
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
 from r3.run.prepare import refusing
@@ -46,7 +45,7 @@ from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.sync.residency import State
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.rollouts import PackingSpec, distribute, share_out
 from r3.sync.weights import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.tools import health
 from r3.types import Batch, Rollout

@@ -18,6 +18,7 @@ one when it is needed, and says when that is.
 | `tools.trackers` | `log.tracker` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
+| `partial` | `rollout.step_token_budget` |
 | `lora` | `lora.rank` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
@@ -111,6 +112,20 @@ def workflow_episode() -> type[Any]:
     from r3.agents.episode import WorkflowEpisode
 
     return WorkflowEpisode
+
+
+def partial_source() -> type[Any]:
+    """The source of samples that goes on with conversations of earlier steps."""
+    from r3.partial.source import PartialSource
+
+    return PartialSource
+
+
+def budgeted_episode() -> type[Any]:
+    """The class of an episode that a token budget may interrupt."""
+    from r3.partial.episode import BudgetedEpisode
+
+    return BudgetedEpisode
 
 
 def command() -> type[Any]:

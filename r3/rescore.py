@@ -32,7 +32,6 @@ from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
 from r3.policy.updates import pass_figures
-from r3.rollout.scored import share_out
 from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.folder import RunDir, replacing, step_folders
@@ -43,7 +42,7 @@ from r3.run.session import init_rank
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.rollouts import PackingSpec, distribute, share_out
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One chat message: {"role": ..., "content": ...}."""
 
+Key = tuple[int, int, int]
+"""Group, sample index and sequence of a rollout."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
@@ -144,6 +147,11 @@ class Rollout:
         sequence = f"/{self.sequence}" if self.sequence else ""
         return f"{self.prompt_id}/{self.sample_index}{sequence}"
 
+    @property
+    def key(self) -> Key:
+        """Group, sample index and sequence: unique in a step, whose samples are in this order."""
+        return (self.group, self.sample_index, self.sequence)
+
     @classmethod
     def unsampled(
         cls, row: Prompt, tokens_T: np.ndarray, mask_T: np.ndarray, *, group: int = 0, step: int = 0
@@ -169,6 +177,11 @@ class Rollout:
             policy_version=step,
             response=row.answer,
         )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether its last message was truncated, or had no room for another one after it."""
+        return self.finish_reason == "length"
 
     @property
     def num_response_tokens(self) -> int:
@@ -200,6 +213,35 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A rollout with its reward.
+
+    Attributes:
+        reward: as reward functions and environments gave it; 0 for rows that are learned.
+        parts: the value of each reward function that was called.
+    """
+
+    rollout: Rollout
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedSample(Sample):
+    """A sample after its step.
+
+    Attributes:
+        shaped_reward: what its advantage was made of: the reward minus the overlong penalty and,
+            with algo.kl_in reward, minus the KL.
+        trains: False if it counted for its group's baseline and had no loss.
+    """
+
+    shaped_reward: float
+    advantage: float
+    trains: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Whole sequences packed end to end for one forward and backward pass, aligned as drawn above.
 
@@ -213,8 +255,10 @@ class MicroBatch:
         real_N: true at tokens of rollouts, false at filler.
         current_N: false on rollouts that an older policy version than the step's started; policy
             and engine cannot be compared there.
-        rollout_ids: index of each sequence in the step's list of rollouts, -1 for filler, which has
-            no loss.
+        advantages_N: advantage of each token's rollout where there is loss; 0 until
+            `packing.with_advantages` sets them.
+        rollout_ids: index of each sequence among the rollouts of the step, which are in the order
+            of their keys; -1 for filler, which has no loss.
         prompt_ids: `Rollout.prompt_id` of each sequence, "" for filler.
     """
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from r3.algo.advantage import advantages_of
+from r3.algo.packing import with_advantages
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
-from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.scored import gather_rewards, score_all
+from r3.rollout.round import RoundResult
+from r3.rollout.step_rewards import gather_rewards
 from r3.rollout.task import Task, read_task
 from r3.run.session import build_run
 from r3.runtime.device import Device
@@ -25,6 +27,7 @@ from r3.sync.residency import State
 from r3.sync.rollouts import PackingSpec, distribute
 from r3.sync.weights import export, sync_weights
 from r3.types import Batch, Rollout
+from r3.user_code.algorithm import advantage_of
 
 
 class World:
@@ -48,19 +51,18 @@ class World:
 
     def collect(
         self, policy_version: int, *, step: int = 0, engine: Engine | None = None
-    ) -> CollectedRollouts:
+    ) -> RoundResult:
         """Sample one round of conversations."""
         return one_round(
             engine or self.engine, self.task, self.mesh, self.config, policy_version, step=step
         )
 
-    def batch_of(self, collected: CollectedRollouts, micro_batch_tokens: int) -> Batch:
-        """Score and pack rollouts as a step with one update does."""
-        rewards = gather_rewards(collected, self.mesh.world, self.config)
+    def batch_of(self, collected: RoundResult, micro_batch_tokens: int) -> Batch:
+        """Pack rollouts with their advantages, as a step with one update does."""
+        rewards = gather_rewards(collected.samples, self.mesh.world, self.config)
         spec = PackingSpec(micro_batch_tokens=micro_batch_tokens, captured=self.engine.capture)
-        scored = score_all(collected, rewards, self.config)
-        (batch,), _ = distribute(scored, self.mesh, self.task.shape, spec)
-        return batch
+        (batch,), _ = distribute(collected.samples, self.mesh, self.task.shape, spec)
+        return with_advantages(batch, advantages_of(rewards, advantage_of(self.config.algo)))
 
     def export(self, folder: Path) -> None:
         """Write the policy beside the small files of its starting model."""
@@ -82,7 +84,7 @@ class World:
 
 def one_round(
     engine: Engine, task: Task, mesh: Mesh, config: Config, policy_version: int, *, step: int
-) -> CollectedRollouts:
+) -> RoundResult:
     """Sample one round of conversations about the prompts of a step."""
     rollout = config.rollout
     collector = Collector(

@@ -15,23 +15,24 @@ import torch
 import torch.distributed as dist
 
 from r3 import extras
-from r3.algo.advantage import StepRewards
+from r3.algo.advantage import Reward, advantages_of, less_kl
+from r3.algo.packing import with_advantages
 from r3.backends.cpu.fused_experts import FusedExperts
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.layers.layout import local_tokens
 from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.policy import NONE_MADE, Passes, Policy, policy_loss
+from r3.policy import NONE_MADE, Passes, Policy, earlier_passes, policy_loss, train_on
 from r3.policy.weight_slots import Slot
-from r3.rollout.scored import Scored
 from r3.run.checkpointer import Checkpointer
 from r3.run.state import RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync.rollouts import PackingSpec, distribute
 from r3.tools.planning.sync import planned_shards
-from r3.types import Batch, Update
+from r3.types import Batch, Sample, Update
+from r3.user_code.algorithm import advantage_of
 from tests.tiny import random_rollouts
 
 LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
@@ -67,13 +68,40 @@ def one_update(
 
 def step_rewards(
     rewards_R: torch.Tensor, groups_R: torch.Tensor, units_R: torch.Tensor | None = None
-) -> StepRewards:
+) -> list[Reward]:
     """Rewards of a step; every rollout has an advantage of its own unless units are given."""
-    return StepRewards(
-        rewards_R=rewards_R.double(),
-        baselines_R=groups_R.long(),
-        units_R=torch.arange(len(rewards_R)) if units_R is None else units_R,
-    )
+    units = range(len(rewards_R)) if units_R is None else units_R.tolist()
+    return [
+        Reward(
+            key=(place, 0, 0),
+            unit=(unit, 0, 0),
+            baseline=(int(group), 0),
+            given=reward,
+            shaped=reward,
+            deciding=reward,
+        )
+        for place, (reward, group, unit) in enumerate(
+            zip(rewards_R.double().tolist(), groups_R.tolist(), units, strict=True)
+        )
+    ]
+
+
+def train_step(
+    policy: Policy,
+    batches: list[Batch],
+    config: Config,
+    *,
+    report: Callable[[Mapping[str, Any]], None],
+    rewards: Sequence[Reward] = (),
+    step: int = 1,
+) -> None:
+    """Train on batches as the loop does; `rewards` give advantages only with KL taken from them."""
+    passes, kl = earlier_passes(policy, batches, config, report=report)
+    if kl:
+        shaped = less_kl(rewards, kl, config.algo.kl_coef)
+        advantages_R = advantages_of(shaped, advantage_of(config.algo))
+        batches = [with_advantages(batch, advantages_R) for batch in batches]
+    train_on(policy, batches, passes, config, step=step, report=report)
 
 
 def save_checkpoint(
@@ -125,10 +153,10 @@ def batches_of(
 ) -> list[Batch]:
     """Batches of random rollouts, distributed as in a step. All ranks must call."""
     rollouts = random_rollouts(shape, lengths)
-    advantages = np.random.default_rng(5).standard_normal(len(rollouts)).tolist()
+    advantages_R = torch.from_numpy(np.random.default_rng(5).standard_normal(len(rollouts)))
     mine = [
-        Scored(index=index, rollout=rollout, advantage=advantage)
-        for index, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
+        Sample(rollout=rollout)
+        for rollout in rollouts
         if rollout.group % mesh.world.size == mesh.world.rank
     ]
     batches, _ = distribute(
@@ -142,7 +170,7 @@ def batches_of(
             layers=layers,
         ),
     )
-    return batches
+    return [with_advantages(batch, advantages_R) for batch in batches]
 
 
 def by_expert(slot: Slot, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

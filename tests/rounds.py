@@ -13,9 +13,8 @@ from r3.engine import CaptureSpec, Sampled, Sampling, Turn
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, ConversationSetup
-from r3.rollout.round import Round
+from r3.rollout.round import Round, RoundResult
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
@@ -34,7 +33,7 @@ def play_round(
     scorer: Scorer | None = None,
     keep_failed: bool = False,
     engine_s: float = 0.0,
-) -> tuple[CollectedRollouts, list[Turn]]:
+) -> tuple[RoundResult, list[Turn]]:
     """Play one round; return its rollouts and what the engine was asked for.
 
     Args:

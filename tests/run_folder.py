@@ -9,12 +9,11 @@ from types import MappingProxyType
 import numpy as np
 
 from r3.config import to_yaml
-from r3.rollout.scored import Scored
 from r3.run.checkpointer import Checkpointer, Copy
 from r3.run.folder import RunDir, step_folders, write_text
 from r3.run.samples import write_eval, write_rollouts
 from r3.run.state import RunState
-from r3.types import Message, Prompt, Rollout
+from r3.types import Message, Prompt, Rollout, TrainedSample
 from tests.tiny import tiny_config
 
 GROUPS, SAMPLES, LAYERS, EXPERTS, TOP = 3, 4, 4, 8, 2
@@ -117,17 +116,14 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
     advantages = [1.5 if reward else -0.5 for reward in rewards]
     for step in (1, steps):
         scored = [
-            Scored(
-                index=i,
+            TrainedSample(
                 rollout=one,
                 reward=reward,
                 shaped_reward=reward,
                 advantage=advantage,
                 parts={"gsm8k": reward},
             )
-            for i, (one, reward, advantage) in enumerate(
-                zip(rollouts, rewards, advantages, strict=True)
-            )
+            for one, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
         ]
         write_rollouts(run_dir, step, scored, prompts())
     for step in (0, steps):

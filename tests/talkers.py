@@ -13,8 +13,8 @@ from r3.config import Config
 from r3.engine import Sampling
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
+from r3.rollout.round import RoundResult
 from r3.rollout.task import Task, read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
@@ -106,7 +106,7 @@ class Talker:
         keep_failed: bool = False,
         scorer: Scorer | None = None,
         **env: Any,
-    ) -> CollectedRollouts:
+    ) -> RoundResult:
         """Sample one round in an environment with these settings."""
         setup = ConversationSetup.of(
             replace(self.config.env, **env), self.task.tokenizer, self.config.model.path

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,3 +144,13 @@ def coded_rollout(
         policy_version=1,
         response="",
     )
+
+
+def rewards_of(result: Any) -> list[float]:
+    """The rewards of the samples of a round."""
+    return [each.reward for each in result.samples]
+
+
+def parts_of(result: Any) -> dict[tuple[int, int], Mapping[str, float]]:
+    """What reward functions gave, by group and sample, where they were called."""
+    return {each.rollout.key[:2]: each.parts for each in result.samples if each.parts}

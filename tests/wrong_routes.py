@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from r3.rollout.scored import Scored
 from r3.routing.replay import Replay
+from r3.sync.rollouts import Received
 
 
 @contextmanager
@@ -24,16 +24,17 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
         setattr(owner, name, original)
 
 
-def with_routes(item: Scored, routes: np.ndarray) -> Scored:
+def with_routes(item: Received, routes: np.ndarray) -> Received:
     """A rollout with other routes."""
-    return replace(item, rollout=replace(item.rollout, routed_experts=np.ascontiguousarray(routes)))
+    rollout = replace(item.sample.rollout, routed_experts=np.ascontiguousarray(routes))
+    return item._replace(sample=replace(item.sample, rollout=rollout))
 
 
-def samples_swapped(items: Sequence[Scored]) -> list[Scored]:
+def samples_swapped(items: Sequence[Received]) -> list[Received]:
     """Exchange the routes of the first two rollouts, as far as their lengths allow."""
     if len(items) < 2:
         return list(items)
-    one, two = (item.rollout.routed_experts for item in items[:2])
+    one, two = (item.sample.rollout.routed_experts for item in items[:2])
     rows = min(len(one), len(two))
     return [
         with_routes(items[0], np.concatenate([two[:rows], one[rows:]])),

@@ -8,14 +8,15 @@ all of them. A new estimator is one function, one line in `ADVANTAGES` and one r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from r3.algo.sums import TOLERANCE
+from r3.types import Key
 
 # Of the papers; rewards that differ by rounding alone are equal before it matters.
 STD_EPSILON = 1e-6
@@ -137,33 +138,64 @@ def reinforce_pp_baseline(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRewards:
-    """The rewards of a step, of every rank, in the order of the rollouts' indices.
+class Reward:
+    """The reward of one sample of a step, as every rank knows it.
 
     Attributes:
-        rewards_R: float64; equal for all rollouts of a unit.
-        baselines_R: label of what each reward is compared with (`algo.baseline`), int64.
-        units_R: what has one advantage, int64, numbered from 0 without gaps: rollouts of one unit
-            are the sequences of an episode.
+        key: `Rollout.key` of the sample.
+        unit: what has one advantage: the sequences of an episode have the key of its first one,
+            unless each has a reward of its own.
+        baseline: what its advantage is compared with (`algo.baseline`): (group, 0), or
+            (group, sequence) for rewarded sequences with the same index in their episodes.
+        given: as reward functions and environments gave it.
+        shaped: what its advantage is made of: minus the overlong penalty and, with algo.kl_in
+            reward, minus the KL. Equal for all samples of a unit.
+        deciding: a second value that decides whether its group has signal
+            (`algo.dynamic_sampling_metric`); `shaped` if there is none.
+        has_loss: whether any of its tokens has loss.
     """
 
-    rewards_R: Tensor
-    baselines_R: Tensor
-    units_R: Tensor
+    key: Key
+    unit: Key
+    baseline: tuple[int, int]
+    given: float
+    shaped: float
+    deciding: float
+    has_loss: bool = True
 
 
-def per_unit(advantage: Callable[[Tensor, Tensor], Tensor], rewards: StepRewards) -> Tensor:
-    """Apply an advantage to units of rollouts that share one reward, and return it per rollout.
+def advantages_of(
+    rewards: Sequence[Reward], advantage: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Apply an advantage to the rewards of a step, of all ranks, and return it per sample.
 
-    A unit is an episode of several token sequences; each of them gets the episode's advantage, and
-    the episode counts once in every mean and standard deviation.
+    A unit may have several token sequences; each of them gets the unit's advantage, and the unit
+    counts once in every mean and standard deviation.
     """
-    units_R = rewards.units_R
-    count = int(units_R.max()) + 1 if len(units_R) else 0
-    first_U = torch.full((count,), len(units_R)).scatter_reduce(
-        0, units_R, torch.arange(len(units_R)), "amin"
-    )
-    return advantage(rewards.rewards_R[first_U], rewards.baselines_R[first_U])[units_R]
+    units: dict[Key, Reward] = {}
+    for each in rewards:
+        units.setdefault(each.unit, each)
+    numbers = {unit: number for number, unit in enumerate(units)}
+    labels: dict[tuple[int, int], int] = {}
+    groups = [labels.setdefault(each.baseline, len(labels)) for each in units.values()]
+    rewards_U = torch.tensor([each.shaped for each in units.values()], dtype=torch.float64)
+    advantages_U = advantage(rewards_U, torch.tensor(groups, dtype=torch.int64))
+    return advantages_U[torch.tensor([numbers[each.unit] for each in rewards], dtype=torch.int64)]
+
+
+def less_kl(rewards: Sequence[Reward], kl: Mapping[int, float], coef: float) -> list[Reward]:
+    """Return the rewards R_i - coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
+
+    Args:
+        kl: summed KL of every sample, by place; none leaves the rewards as they are. An episode of
+            several sequences has the KL of all of them.
+    """
+    if not kl:
+        return [*rewards]
+    of_unit: dict[Key, float] = {}
+    for place, each in enumerate(rewards):
+        of_unit[each.unit] = of_unit.get(each.unit, 0.0) + kl.get(place, 0.0)
+    return [replace(each, shaped=each.shaped - coef * of_unit[each.unit]) for each in rewards]
 
 
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from r3.types import MicroBatch, Rollout
+from r3.types import Batch, MicroBatch, Rollout
 
 # Length of a micro-batch with nothing to train on: short, but not so short that kernels treat it as
 # a special case.
@@ -178,7 +178,6 @@ _Columns = dict[str, np.ndarray]
 def pack(
     rollouts: Sequence[Rollout],
     rollout_ids: Sequence[int],
-    advantages: Sequence[float],
     *,
     num_experts: int,
     num_layers: int,
@@ -193,7 +192,8 @@ def pack(
     Index t of a sequence has input x_t, everything about predicting x_{t+1}, and the experts that
     processed x_t. The last position predicts nothing (mask 0, target 0) and has no captured route:
     the engine never processed the last token. Its row stays -1, so the policy routes it live and
-    counts it under its own cause. Advantages and sequence weights are at loss tokens only.
+    counts it under its own cause. Sequence weights are at loss tokens only. Advantages are 0
+    (see `with_advantages`).
 
     A filler sequence pads the micro-batch to a `multiple`. Its routes are legal (`filler_routes`),
     so that it is never counted as missing. Without rollouts: `filler_micro_batch`.
@@ -201,7 +201,6 @@ def pack(
     Args:
         rollouts: the sequences; their routes are [T-1, num_layers, topk].
         rollout_ids: the index of each in the step's list.
-        advantages: one per rollout.
         num_experts: experts per layer, to check and to fill routes.
         num_layers: MoE layers in the routes, of a pipeline stage or of the model; 0 if there are
             none (dense model, or not captured), with routes [T-1, 0, 0].
@@ -214,17 +213,17 @@ def pack(
         trains: whether each rollout has loss; None: all have.
 
     Raises:
-        ValueError: a rollout is inconsistent: its mask, log-probabilities, advantage or routes.
+        ValueError: a rollout is inconsistent: its mask, log-probabilities or routes.
     """
     sizes = {"num_experts": num_experts, "num_layers": num_layers, "topk": topk}
     if not rollouts:
         return filler_micro_batch(**sizes, multiple=multiple)
     sequences: list[_Columns] = []
-    for rollout, index, advantage, has_loss in zip(
-        rollouts, rollout_ids, advantages, trains or [True] * len(rollouts), strict=True
+    for rollout, index, has_loss in zip(
+        rollouts, rollout_ids, trains or [True] * len(rollouts), strict=True
     ):
-        _check(rollout, index, advantage, **sizes)
-        sequence = _shift(rollout, advantage, num_experts, policy_version, trains=has_loss)
+        _check(rollout, index, **sizes)
+        sequence = _shift(rollout, num_experts, policy_version, trains=has_loss)
         # Attention is causal: its own tokens never see the filler.
         padding = -len(rollout.tokens_T) % sequence_multiple
         sequences.append(_joined([sequence, _filler(padding, **sizes)]))
@@ -235,12 +234,21 @@ def pack(
     return _micro_batch(sequences, ids)
 
 
-def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> MicroBatch:
-    """Return the micro-batch with other advantages, by rollout id."""
-    lengths = torch.tensor(micro_batch.cu_seqlens).diff()
-    values = torch.tensor([advantages_R[i] if i >= 0 else 0.0 for i in micro_batch.rollout_ids])
-    advantages_N = torch.repeat_interleave(values.float(), lengths) * micro_batch.loss_mask_N
-    return replace(micro_batch, advantages_N=advantages_N)
+def with_advantages(batch: Batch, advantages_R: torch.Tensor) -> Batch:
+    """Return a batch with the advantages of its rollouts at their loss tokens.
+
+    Args:
+        advantages_R: those of all rollouts of the step, by `MicroBatch.rollout_ids`.
+    """
+    # Place -1 is that of filler.
+    values_R = torch.cat([advantages_R.float(), torch.zeros(1)])
+    changed = []
+    for one in batch.micro_batches:
+        lengths = torch.tensor(one.cu_seqlens).diff()
+        values = values_R[torch.tensor(one.rollout_ids)]
+        advantages_N = torch.repeat_interleave(values, lengths) * one.loss_mask_N
+        changed.append(replace(one, advantages_N=advantages_N))
+    return replace(batch, micro_batches=tuple(changed))
 
 
 def part_of(
@@ -317,7 +325,6 @@ def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
 def _check(
     rollout: Rollout,
     rollout_id: int,
-    advantage: float,
     *,
     num_experts: int,
     num_layers: int,
@@ -325,8 +332,6 @@ def _check(
 ) -> None:
     """Raise ValueError if a rollout is inconsistent."""
     name = f"rollout {rollout_id} ({rollout.name})"
-    if not np.isfinite(advantage):
-        raise ValueError(f"{name}: its advantage is {advantage}, must be finite")
     if not np.isin(rollout.loss_mask_T, (0, 1)).all():
         values = np.unique(rollout.loss_mask_T)[:8].tolist()
         raise ValueError(f"{name}: the loss mask must be 0 or 1, has {values}")
@@ -342,7 +347,6 @@ def _check(
 
 def _shift(
     rollout: Rollout,
-    advantage: float,
     num_experts: int,
     policy_version: int | None,
     *,
@@ -361,7 +365,7 @@ def _shift(
         "loss_mask_N": loss_mask_T,
         "sampled_N": sampled_T > 0,
         "rollout_logprobs_N": _next(rollout.logprobs_T, np.float32),
-        "advantages_N": loss_mask_T * np.float32(advantage),
+        "advantages_N": np.zeros(tokens, np.float32),
         "sequence_weights_N": loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
         "routed_experts_NLK": routes_TLK,
         "real_N": np.ones(tokens, np.bool_),

@@ -14,15 +14,14 @@ import numpy as np
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.metrics.reduce import Mean, Sum
-from r3.rollout.scored import Scored
 from r3.rollout.task import Task
 from r3.runtime.mesh import Axis
-from r3.types import Prompt, Rollout
+from r3.types import Prompt, Rollout, Sample
 
 
 def rows_of_step(
     task: Task, config: Config, world: Axis, step: int
-) -> tuple[list[Scored], dict[str, Any]]:
+) -> tuple[list[Sample], tuple[dict[str, Any], ...]]:
     """This rank's share of the rows that `step` learns, and partials of metrics.
 
     The rows of a step depend on the seed and the step alone, as the prompts of a step do.
@@ -30,15 +29,16 @@ def rows_of_step(
     count = config.rollout.prompts_per_step
     prompts = prompts_of_step(task.prompts, seed=config.train.seed, step=step - 1, count=count)
     rows = [
-        Scored(index=index, rollout=as_rollout(prompts[index], index, step - 1), advantage=1.0)
+        Sample(rollout=as_rollout(prompts[index], index, step - 1))
         for index in range(world.rank, len(prompts), world.size)
     ]
     tokens = sum(len(row.rollout.tokens_T) for row in rows)
     learned = sum(row.rollout.num_response_tokens for row in rows)
-    return rows, {
+    metrics = {
         "rollout/tokens": Sum(float(tokens)),
         "rollout/response_tokens_mean": Mean(float(learned), float(len(rows))),
     }
+    return rows, (metrics,)
 
 
 def as_rollout(row: Prompt, group: int, policy_version: int) -> Rollout:

@@ -12,4 +12,4 @@ from r3.policy.memory import chained  # noqa: E402
 from r3.policy.objective import NONE_MADE, Passes, policy_loss  # noqa: E402
 from r3.policy.policy import Policy  # noqa: E402
 from r3.policy.scoring import TokenScores  # noqa: E402
-from r3.policy.updates import take_kl_from_reward, train_on  # noqa: E402
+from r3.policy.updates import earlier_passes, kl_of_rollouts, train_on  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -50,6 +50,9 @@ class Passes:
 
 
 NONE_MADE = Passes()
+
+PolicyLoss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`policy_loss`, or another function with its arguments."""
 
 
 def policy_loss(

@@ -19,7 +19,7 @@ from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
 from r3.policy.build import build_chunks, experts_kind, learning_rate, let_go, wrap
 from r3.policy.memory import TrainingMemory, chained
-from r3.policy.objective import NONE_MADE, Passes, policy_loss
+from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import Slot, load, slots
@@ -207,6 +207,7 @@ class Policy(ScoringPolicy):
         batch: Batch,
         passes: Passes = NONE_MADE,
         *,
+        loss: PolicyLoss = policy_loss,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
         on_scores: OnScores = lambda *_: None,
@@ -219,6 +220,7 @@ class Policy(ScoringPolicy):
         Args:
             batch: this rank's share.
             passes: what earlier passes found for its micro-batches.
+            loss: of a micro-batch.
             first: this is the step's first update.
             on_micro_batch: called after the forward of each micro-batch.
             on_scores: called on the last pipeline stage with a micro-batch's number, this rank's
@@ -236,7 +238,7 @@ class Policy(ScoringPolicy):
         def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
             logprobs_N, entropy_N = scores_2N
             on_scores(number, tokens, logprobs_N.detach())
-            loss, stats = policy_loss(
+            share, stats = loss(
                 self.config,
                 batch,
                 tokens,
@@ -252,12 +254,12 @@ class Policy(ScoringPolicy):
                     "mask": tokens.loss_mask_N,
                     "compared": tokens.loss_mask_N * tokens.current_N,
                     "entropy": entropy_N.detach(),
-                    "loss": loss.detach(),
+                    "loss": share.detach(),
                     "logprobs": logprobs_N.detach(),
                     "rollout_logprobs": tokens.rollout_logprobs_N,
                 }
             )
-            return loss
+            return share
 
         mode = self._mode("live" if self.config.replay.mode == "off" else "replay")
         with self.replay.schedule(mode, training=True) as ledger_of:

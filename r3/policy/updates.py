@@ -10,20 +10,18 @@ from typing import Any, Literal
 
 import torch
 
-from r3.algo.advantage import StepRewards, per_unit
 from r3.algo.loss import kl_penalty
-from r3.algo.packing import part_of, with_advantages
+from r3.algo.packing import part_of
 from r3.config import AlgoConfig, Config
 from r3.layers.layout import LocalTokens, local_rows
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
-from r3.policy.objective import NONE_MADE, Passes
+from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.policy import Policy
 from r3.policy.scoring import TokenScores
 from r3.routing.ledger import routing_metrics
 from r3.routing.replay import Mode
 from r3.types import Batch, MicroBatch
-from r3.user_code.algorithm import advantage_of
 
 ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
@@ -44,43 +42,94 @@ _OF_EPOCHS = ("loss/total", "loss/clip_frac", "policy/entropy", "policy/kl_old")
 _OLD_PASS: dict[ReplayMode, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 
 
-def train_on(
+def earlier_passes(
     policy: Policy,
     batches: Sequence[Batch],
-    rewards: StepRewards | None,
     config: Config,
     *,
-    step: int,
     report: Callable[[Mapping[str, Any]], None],
-    on_micro_batch: Callable[[], None] = lambda: None,
-) -> Shaped | None:
-    """Make the step's updates: in each epoch, one per batch. All ranks must call.
+    sampled: bool = True,
+) -> tuple[Passes, dict[int, float]]:
+    """Make the passes that the updates of a step need before the first one. All ranks must call.
 
-    Every epoch makes the same updates in the same order, with the same micro-batches, advantages
-    and routes. Old log-probabilities are scored before the first update if
+    Old log-probabilities are scored before the first update if
       - there are several batches (all but the first: later updates have other weights)
       - routes are recorded, not captured (R2)
       - KL is subtracted from the reward
     Otherwise the first update's own forward is the old policy, and later epochs use what it
-    computed. With algo.correction bypass the engine's
-    log-probabilities stand for the old policy's everywhere, and only R2 scores them. The reference
-    policy scores all batches before the first update, because it uses the policy's memory. So do
-    teachers.
+    computed. With algo.correction bypass the engine's log-probabilities stand for the old policy's
+    everywhere, and only R2 scores them. The reference policy scores all batches before the first
+    update, because it uses the policy's memory. So do teachers.
+
+    Args:
+        policy: what is trained.
+        batches: this rank's share of every update.
+        config: the run's settings.
+        report: receives partials of metrics.
+        sampled: False if rows are learned (sft), which no older policy has sampled.
+
+    Returns:
+        What the passes found for all micro-batches, and the KL of each rollout of the step, if it
+        is to be taken from its reward.
+    """
+    algo, mode, passes = config.algo, _mode(policy, config), NONE_MADE
+    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    bypasses = algo.correction == "bypass"
+    scores_first = _scores_first(algo, mode)
+    if scores_first or (len(batches) > 1 and not bypasses and sampled):
+        unscored = 0 if scores_first else len(batches[0].micro_batches)
+        scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
+        recorded = scores.ledger.recorded if mode == "r2" else None
+        passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
+        report(
+            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
+        )
+        report(routing_metrics(scores.ledger))
+    if algo.kl_coef:
+        replays = config.replay.reference and mode != "off"
+        with policy.reference_weights():
+            reference = policy.score(
+                flat, mode="replay" if replays else "live", recorded_routes=passes.recorded
+            )
+        if not algo.takes_kl_from_reward:
+            passes = replace(passes, reference=reference.logprobs)
+    if policy.teachers:
+        passes = replace(passes, teacher=policy.teachers.logprobs(flat))
+    if not algo.takes_kl_from_reward or not sampled:
+        return passes, {}
+    old = reference.rollout_logprobs if bypasses else scores.logprobs
+    return passes, kl_of_rollouts(policy, batches, old, reference, algo, report)
+
+
+def train_on(
+    policy: Policy,
+    batches: Sequence[Batch],
+    passes: Passes,
+    config: Config,
+    *,
+    step: int,
+    report: Callable[[Mapping[str, Any]], None],
+    loss: PolicyLoss = policy_loss,
+    sampled: bool = True,
+    on_micro_batch: Callable[[], None] = lambda: None,
+) -> None:
+    """Make the step's updates: in each epoch, one per batch. All ranks must call.
+
+    Every epoch makes the same updates in the same order, with the same micro-batches, advantages
+    and routes.
 
     Args:
         policy: what to train.
-        batches: this rank's share of every update.
-        rewards: those of the whole step, for KL in the reward; None: rows are learned (sft), which
-            no older policy has sampled.
+        batches: this rank's share of every update, with advantages.
+        passes: what `earlier_passes` found.
         config: the run's settings.
         step: number of the step, from 1.
         report: receives partials of metrics.
+        loss: of a micro-batch.
+        sampled: see `earlier_passes`.
         on_micro_batch: called after every micro-batch of an update, for progress.
-
-    Returns:
-        Rewards and advantages that were trained on, if KL was taken from the rewards.
     """
-    mode: ReplayMode = config.replay.mode if policy.shape.moe_layers else "off"
+    mode = _mode(policy, config)
     every = config.replay.shadow_every if mode == "r3" else 0
     first = batches[0].micro_batches  # its update's own forward is at the rollout's weights
     sample = None
@@ -88,10 +137,6 @@ def train_on(
         total = sum(one.num_tokens for batch in batches for one in batch.micro_batches)
         tokens = math.ceil(config.replay.shadow_frac * total)
         sample = _live(policy, first, tokens, turn=(step - 1) // every)
-
-    passes, shaped = _earlier_passes(policy, batches, rewards, config, mode, report)
-    if shaped:
-        batches = shaped.batches
     # Micro-batches whose old log-probabilities are those of their own update.
     unscored = 0 if _scores_first(config.algo, mode) else len(first)
     # Whether live and replayed routes were compared, at the rollout's weights.
@@ -111,6 +156,7 @@ def train_on(
         metrics = policy.forward_backward(
             batches[place],
             passes.part(slice(*borders[place])),
+            loss=loss,
             first=number == 0,
             on_micro_batch=on_micro_batch,
             on_scores=keep if number == 0 else lambda *_: None,
@@ -122,7 +168,7 @@ def train_on(
             report(sample.metrics(policy))
         routing = {key: part for key, part in metrics.items() if key.startswith(_COMPARISON)}
         report({key: part for key, part in metrics.items() if not (compared and key in routing)})
-        compared = rewards is not None
+        compared = sampled
         if epochs * len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
         if epochs > 1:
@@ -130,7 +176,11 @@ def train_on(
             report({f"{name}_epoch_{epoch + 1}": metrics[name] for name in names})
         if policy.mesh.world.rank == 0:  # it is the same on every rank: one reports it
             report({f"optim/{name}": Mean(value, 1.0) for name, value in asdict(update).items()})
-    return shaped
+
+
+def _mode(policy: Policy, config: Config) -> ReplayMode:
+    """replay.mode; "off" without routers."""
+    return config.replay.mode if policy.shape.moe_layers else "off"
 
 
 def _scores_first(algo: AlgoConfig, mode: ReplayMode) -> bool:
@@ -138,64 +188,6 @@ def _scores_first(algo: AlgoConfig, mode: ReplayMode) -> bool:
     the reward.
     """
     return mode == "r2" or (algo.takes_kl_from_reward and algo.correction != "bypass")
-
-
-def _earlier_passes(
-    policy: Policy,
-    batches: Sequence[Batch],
-    rewards: StepRewards | None,
-    config: Config,
-    mode: ReplayMode,
-    report: Callable[[Mapping[str, Any]], None],
-) -> tuple[Passes, Shaped | None]:
-    """Make the passes that the updates of a step need before the first one. All ranks must call.
-
-    `train_on` says which, and has the arguments; `mode` is replay.mode, "off" without routers.
-
-    Returns:
-        What they found for all micro-batches, and the step with KL taken from its rewards, if any.
-    """
-    algo, passes = config.algo, NONE_MADE
-    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-    bypasses = algo.correction == "bypass"
-    scores_first = _scores_first(algo, mode)
-    if scores_first or (len(batches) > 1 and not bypasses and rewards is not None):
-        unscored = 0 if scores_first else len(batches[0].micro_batches)
-        scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
-        recorded = scores.ledger.recorded if mode == "r2" else None
-        passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
-        report(
-            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
-        )
-        report(routing_metrics(scores.ledger))
-    if algo.kl_coef:
-        replays = config.replay.reference and mode != "off"
-        with policy.reference_weights():
-            reference = policy.score(
-                flat, mode="replay" if replays else "live", recorded_routes=passes.recorded
-            )
-        if not algo.takes_kl_from_reward:
-            passes = replace(passes, reference=reference.logprobs)
-    if policy.teachers:
-        passes = replace(passes, teacher=policy.teachers.logprobs(flat))
-    if not algo.takes_kl_from_reward or rewards is None:
-        return passes, None
-    old = reference.rollout_logprobs if bypasses else scores.logprobs
-    return passes, take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shaped:
-    """The step after KL was taken from its rewards.
-
-    Attributes:
-        batches: with the advantages.
-        rewards_R, advantages_R: of the whole step.
-    """
-
-    batches: list[Batch]
-    rewards_R: torch.Tensor
-    advantages_R: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -250,28 +242,25 @@ def _live(policy: Policy, first: Sequence[MicroBatch], tokens: int, *, turn: int
     )
 
 
-def take_kl_from_reward(
+def kl_of_rollouts(
     policy: Policy,
     batches: Sequence[Batch],
     old: Sequence[torch.Tensor],
     reference: TokenScores,
-    rewards: StepRewards,
     algo: AlgoConfig,
     report: Callable[[Mapping[str, Any]], None],
-) -> Shaped:
-    """Compute advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
+) -> dict[int, float]:
+    """Sum the KL of every rollout of the step, at the rollout's weights. All ranks must call.
 
-    All ranks must call. KL_t is the estimate at the rollout's weights. The sum is over the sampled
-    tokens of the response, with or without loss: a filtered response (`overlong_filter`) counts in
-    its group's baseline. An episode of several sequences has the KL of all of them.
+    The sum is over the sampled tokens of the response, with or without loss: a filtered response
+    (`overlong_filter`) counts in its group's baseline.
 
     Args:
         policy: has the layout of the ranks.
         batches: this rank's share of every update.
         old: log-probabilities of the old policy, per micro-batch.
         reference: scores of the reference policy.
-        rewards: those of the whole step.
-        algo: names advantage, estimator and weight.
+        algo: names the estimator.
         report: receives the mean KL.
     """
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
@@ -293,23 +282,11 @@ def take_kl_from_reward(
             own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
             tokens += float(mask_N.sum())
         report({"loss/kl_ref": Mean(total=sum(kl for _, kl in own), count=tokens)})
-    kl_R = torch.zeros_like(rewards.rewards_R)
-    for index, kl in sorted(
-        item for part in policy.mesh.world.all_gather_object(own) for item in part
-    ):
-        kl_R[index] += kl
-    kl_R = torch.zeros_like(kl_R).index_add(0, rewards.units_R, kl_R)[rewards.units_R]
-    shaped_R = rewards.rewards_R - algo.kl_coef * kl_R
-    advantages_R = per_unit(advantage_of(algo), replace(rewards, rewards_R=shaped_R))
-    values = advantages_R.tolist()
-    changed = [
-        replace(
-            batch,
-            micro_batches=tuple(with_advantages(one, values) for one in batch.micro_batches),
-        )
-        for batch in batches
-    ]
-    return Shaped(batches=changed, rewards_R=shaped_R, advantages_R=advantages_R)
+    everybody = [item for part in policy.mesh.world.all_gather_object(own) for item in part]
+    summed: dict[int, float] = {}
+    for index, kl in sorted(everybody):
+        summed[index] = summed.get(index, 0.0) + kl
+    return summed
 
 
 def _panel(

@@ -1,1 +1,1 @@
-"""From prompts to scored rollouts: conversations, one round, one step, evaluation."""
+"""From prompts to rewarded samples: conversations, one round, one step, evaluation."""

@@ -13,15 +13,10 @@ from r3.engine import Engine, Sampling
 from r3.metrics.glossary import means
 from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import Scorer
-from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.conversation import (
-    ConversationRules,
-    ConversationSetup,
-    SuspendedConversation,
-)
-from r3.rollout.round import Round
+from r3.rollout.conversation import ConversationRules, ConversationSetup
+from r3.rollout.round import Round, RoundResult
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt, Rollout
+from r3.types import Prompt, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +55,9 @@ class Collector:
         seed_step: int,
         first_group: int = 0,
         prompt_indices: Sequence[int] | None = None,
-        resumed: Sequence[SuspendedConversation] = (),
+        resumed: Sequence[Any] = (),
         on_rollout: Callable[[], None] = lambda: None,
-    ) -> CollectedRollouts:
+    ) -> RoundResult:
         """Hold one round of conversations, sampled with weights of `policy_version`.
 
         All ranks of one engine must call together; engines are independent. What is sampled
@@ -122,7 +117,7 @@ class Collector:
                         if leader and not (judging and judging.takes(sampled)):
                             num_sampled += len(sampled.tokens_T)
                             leader.receive_sample(sampled)
-            result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
+            result = leader.result() if leader else RoundResult()
             on_failure.pop_all()
             if engine.is_leader:
                 result.metrics["engine/preemptions"] = Sum(value=float(sampler.preemptions))
@@ -152,7 +147,7 @@ def is_cut(rollout: Rollout, setup: ConversationSetup) -> bool:
     """Whether the last message was cut, and not only without room for another one."""
     sampled = rollout.tokens_T[rollout.loss_mask_T > 0].tolist()
     return (
-        rollout.finish_reason == "length"
+        rollout.is_truncated
         and not (sampled and sampled[-1] in setup.renderer.ends)
         and not any(stop in rollout.response for stop in setup.environments.stop)
     )
@@ -198,11 +193,13 @@ def limit_notes(
     return notes
 
 
-def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
-    """Partials of reward/COMPONENT/*, rollout/* and users' metrics of this rank's rollouts."""
-    rollouts, count = collected.rollouts, float(len(collected.rollouts))
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Partials of reward/COMPONENT/*, rollout/* and users' metrics of this rank's samples."""
+    rollouts, count = [each.rollout for each in samples], float(len(samples))
+    # The sequences of an episode have the parts of one call.
+    parts_of = {each.rollout.key[:2]: each.parts for each in samples}
     by_component: dict[str, list[float]] = {}
-    for parts in collected.parts.values():
+    for parts in parts_of.values():
         for name, part in parts.items():
             by_component.setdefault(name, []).append(part)
     return {
@@ -214,7 +211,7 @@ def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
             total=float(sum(rollout.num_response_tokens for rollout in rollouts)), count=count
         ),
         "rollout/truncated_frac": Mean(
-            total=float(sum(rollout.finish_reason == "length" for rollout in rollouts)), count=count
+            total=float(sum(rollout.is_truncated for rollout in rollouts)), count=count
         ),
         "rollout/tokens": Sum(value=float(sum(len(rollout.tokens_T) for rollout in rollouts))),
         **means(rollout.metrics for rollout in rollouts),

@@ -1,4 +1,4 @@
-"""Settings of conversations, and the state of a suspended one between two steps."""
+"""What conversations are made of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from r3.envs.chat import Chat
 from r3.envs.find import find, is_workflow
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
-from r3.types import Message, Prompt, Rollout
+from r3.types import Message
 
 # More characters per token that is left are taken not to fit, without counting their tokens: that
 # would take the engine's time. Tokens of text have three or four characters.
@@ -124,48 +124,6 @@ class ConversationRules:
     token_budget: int = 0
     keep_failed: bool = False
     needs_reward: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """Everything that resuming a conversation needs besides its tokens and its environment.
-
-    Attributes:
-        seed_origin: step in which the conversation began, and its group in that step. They name
-            its random streams, also after the group got another number.
-        max_tokens_total: maximum tokens of the conversation, first messages included.
-        turns: complete messages of the model.
-        turns_requested: continuations requested from the engine; a message that the token budget
-            interrupted takes several.
-        last_turn: index of the first token of the model's last message.
-        mid_turn: whether that message is incomplete.
-        pending_observation: tokens of the environment's messages that come next.
-        metrics: what the environment reported so far, by full names.
-    """
-
-    seed_origin: tuple[int, int]
-    max_tokens_total: int = 0
-    turns: int = 0
-    turns_requested: int = 0
-    last_turn: int = 0
-    mid_turn: bool = False
-    pending_observation: tuple[int, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuspendedConversation:
-    """A conversation that the token budget interrupted and that a later step resumes.
-
-    Attributes:
-        rollout: the tokens so far, under its group's number in the step. It is not trained on.
-        environment: state of its environment, as `Environments.suspend` returns it.
-    """
-
-    prompt: Prompt
-    rollout: Rollout
-    progress: Progress
-    environment: bytes
 
 
 def readable_message(message: Message) -> Message:

@@ -1,7 +1,6 @@
 """Environments as episodes: the environment answers each message of the model.
 
-A conversation is one token sequence that grows at the end. It has no state but its tokens, its
-environment and `Progress`, so a token budget may suspend it, and a later step resumes it.
+A conversation is one token sequence that grows at the end.
 """
 
 from __future__ import annotations
@@ -10,16 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3.data.rendering import TemplateFault
-from r3.engine import Sampled, Transcript
+from r3.engine import Sampled
 from r3.envs.calls import Step
-from r3.envs.runner import StateError
-from r3.rollout.conversation import (
-    CHARACTERS_PER_TOKEN,
-    Progress,
-    SuspendedConversation,
-    num_characters,
-    readable_message,
-)
+from r3.rollout.conversation import CHARACTERS_PER_TOKEN, num_characters, readable_message
 from r3.rollout.episode import Call, Episode, TokenSequence, message_of
 from r3.types import Message
 from r3.user_code.workers import Done
@@ -33,63 +25,11 @@ class EnvironmentEpisode(Episode):
 
     def __post_init__(self) -> None:
         self._environments = self.rules.setup.environment_calls
-        self._budget_left = self.rules.token_budget
         self._turns_requested = 0
-        self._pending: Sequence[int] = ()  # tokens that a suspended conversation observes next
 
     def open(self) -> None:
         """Open the environment."""
         self._environments.open(self.key, self.prompt)
-
-    def resume(self, suspended: SuspendedConversation) -> None:
-        """Request the next turn of a suspended conversation, unless its environment is lost."""
-        rollout, progress = suspended.rollout, suspended.progress
-        sequence = TokenSequence(
-            name=(0,),
-            transcript=Transcript.resumed(self.rules.capture, rollout, who=self.who),
-            max_tokens_total=progress.max_tokens_total,
-            is_cut=progress.mid_turn,
-            calls=[(turn,) for turn in range(progress.turns)],
-            rewards=list(rollout.turn_rewards),
-            last_turn=progress.last_turn,
-            messages=list(rollout.messages),
-        )
-        self.sequences, self.metrics = [sequence], progress.metrics
-        self.num_turns, self._turns_requested = progress.turns, progress.turns_requested
-        try:
-            self._environments.resume(self.key, suspended.environment)
-        except StateError as error:
-            self._end("error", f"it cannot be restored: {error}")
-        else:
-            self._next_turn(sequence, progress.pending_observation)
-
-    def suspend(self) -> SuspendedConversation | None:
-        """Return what a later step needs to resume the conversation; None if it has failed."""
-        try:
-            environment = self._environments.suspend(self.key)
-        except StateError as error:
-            self._end(
-                "error",
-                f"rollout.step_token_budget interrupted the conversation, and the environment "
-                f"cannot be pickled: {error}; --rollout.step_token_budget 0 needs no pickle",
-            )
-            return None
-        (sequence,) = self.sequences
-        return SuspendedConversation(
-            prompt=self.prompt,
-            rollout=self.rollout(sequence),
-            progress=Progress(
-                seed_origin=self.seed_origin,
-                max_tokens_total=sequence.max_tokens_total,
-                turns=self.num_turns,
-                turns_requested=self._turns_requested,
-                last_turn=sequence.last_turn,
-                mid_turn=sequence.is_cut,
-                pending_observation=tuple(self._pending),
-                metrics=self.metrics,
-            ),
-            environment=environment,
-        )
 
     def receive(self, report: Done) -> None:
         """Take a reply of the environment."""
@@ -107,10 +47,6 @@ class EnvironmentEpisode(Episode):
         """Take a sample; send a complete message to the environment."""
         sequence = call.sequence
         sequence.append(call, sampled)
-        self._budget_left -= len(sampled.tokens_T)
-        if sequence.is_cut:
-            self.outcome = "suspended"
-            return
         self.num_turns += 1
         tokens = sequence.transcript.tokens[sequence.last_turn :]
         text = self.rules.setup.renderer.message_text(tokens)
@@ -158,34 +94,28 @@ class EnvironmentEpisode(Episode):
         if sequence.room(observed) < 1:
             return self._end("length")
         sequence.messages += [readable_message(message) for message in step.messages]
-        if self.rules.token_budget and self._budget_left < 1:
-            self.outcome, self._pending = "suspended", observed
-        else:
-            self._next_turn(sequence, observed)
+        self._next_turn(sequence, observed)
+
+    def _max_tokens(self, sequence: TokenSequence, observed: Sequence[int]) -> int:
+        """Maximum tokens of the next turn."""
+        limit = self._environments.settings.max_turn_tokens
+        return min(sequence.room(observed), limit or sequence.max_tokens_total)
 
     def _next_turn(self, sequence: TokenSequence, observed: Sequence[int]) -> None:
-        rules, limit = self.rules, self._environments.settings.max_turn_tokens
+        rules = self.rules
         try:
             parse = rules.setup.parser(self.prompt.tools or self._environments.tools)
         except ValueError as error:
             return self._end("error", f"its tools cannot be used by env.tool_parser: {error}")
-        max_tokens = sequence.room(observed)
-        if limit:
-            said = len(sequence.transcript.tokens) - sequence.last_turn if sequence.is_cut else 0
-            max_tokens = min(max_tokens, limit - said)
-        may_be_cut = (
-            bool(rules.token_budget) and not rules.sampling.stop and self._budget_left < max_tokens
-        )
         self.submit(
             Call(
                 episode=self,
                 sequence=sequence,
                 name=(self._turns_requested,),
                 observed=observed,
-                max_tokens=self._budget_left if may_be_cut else max_tokens,
+                max_tokens=self._max_tokens(sequence, observed),
                 sampling=rules.sampling,
                 parse=parse,
-                may_be_cut=may_be_cut,
             )
         )
         self._turns_requested += 1

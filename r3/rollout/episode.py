@@ -19,7 +19,7 @@ from r3.envs.tool_calls import Parse, Parsed
 from r3.metrics.glossary import REFUSED
 from r3.rewards.scorer import RewardResult
 from r3.rollout.conversation import ConversationRules
-from r3.types import Message, Prompt, Rollout
+from r3.types import Message, Prompt, Rollout, Sample
 from r3.user_code.workers import Done
 
 # A call by its place: its number in the episode, after those of the forks that lead to it.
@@ -64,8 +64,11 @@ class TokenSequence:
         """Tokens that the sequence may still get after `observed`."""
         return self.max_tokens_total - len(self.transcript.tokens) - len(observed)
 
-    def append(self, call: Call, sampled: Sampled) -> None:
+    def append(self, call: Call, sampled: Sampled, *, is_cut: bool = False) -> None:
         """Append what a call observed and what was sampled after it.
+
+        Args:
+            is_cut: the token budget interrupted the message.
 
         Raises:
             FloatingPointError, RouteError: see `Transcript.append_sample`.
@@ -74,9 +77,8 @@ class TokenSequence:
         if not self.is_cut:
             self.last_turn = len(self.transcript.tokens)
         self.transcript.append_sample(sampled)
-        self.is_cut = call.may_be_cut and sampled.finish_reason == "length"
-        self.busy = False
-        if not self.is_cut:
+        self.is_cut, self.busy = is_cut, False
+        if not is_cut:
             self.calls.append(call.name)
             self.finish_reason = sampled.finish_reason
 
@@ -89,7 +91,6 @@ class Call:
         observed: tokens that follow the sequence before the message.
         max_tokens: maximum tokens to sample.
         parse: reads the message; None if it is a text.
-        may_be_cut: `max_tokens` is the rest of the token budget, not a limit of the message.
         future: where a workflow awaits the sample; None for environments.
     """
 
@@ -100,7 +101,6 @@ class Call:
     max_tokens: int
     sampling: Sampling
     parse: Parse | None = None
-    may_be_cut: bool = False
     future: asyncio.Future[Said] | None = None
 
     @property
@@ -156,8 +156,7 @@ class Episode(ABC):
             not say, because it is unfinished or failed.
         metrics: what its environment or workflow reported, by full names.
         refused: requests of a workflow that got no message, by cause, those of all attempts.
-        made: its rollouts, once it is over and not dropped.
-        rewards: of these rollouts, once they are known.
+        samples: its trained sequences, once their rewards are known.
         result: what reward functions returned, if they were called.
     """
 
@@ -178,8 +177,7 @@ class Episode(ABC):
     rewards_calls: bool | None = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
-    made: list[Rollout] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     result: RewardResult | None = None
 
     @abstractmethod

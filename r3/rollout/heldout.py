@@ -16,9 +16,9 @@ from r3.metrics.reduce import Mean
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector, is_cut, without_end
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.dump_fields import readable
+from r3.rollout.dump import readable
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt, Rollout
+from r3.types import Prompt, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,17 +153,18 @@ def evaluate(
         prompts, policy_version=policy_version, seed_step=-1, on_rollout=on_rollout
     )
     # The last sequence of a workflow's episode represents it.
-    episodes: dict[tuple[int, int], list[tuple[Rollout, float]]] = {}
-    for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
-        episodes.setdefault((rollout.group, rollout.sample_index), []).append((rollout, reward))
+    episodes: dict[tuple[int, int], list[Sample]] = {}
+    for sample in collected.samples:
+        episodes.setdefault(sample.rollout.key[:2], []).append(sample)
     samples = [
-        (each[-1][0], sum(reward for _, reward in each) if each[0][0].own_reward else each[-1][1])
+        replace(each[-1], reward=sum(one.reward for one in each))
+        if each[0].rollout.own_reward
+        else each[-1]
         for each in episodes.values()
     ]
-    rewards = [reward for _, reward in samples]
+    rewards, last = [each.reward for each in samples], [each.rollout for each in samples]
     decides = heldout.scorer.deciding
-    last = [rollout for rollout, _ in samples]
-    deciding = replace(collected, rollouts=last, rewards=rewards).values_of(decides)
+    deciding = [each.parts.get(decides, each.reward) for each in samples]
     metrics = accuracy_metrics(
         settings.name, rewards, settings.samples, config.eval.pass_at, deciding=deciding
     )
@@ -178,14 +179,14 @@ def evaluate(
             "sample": rollout.sample_index,
             "response": rollout.response,
             **readable(rollout, prompts[rollout.group]),
-            "reward": reward,
+            "reward": sample.reward,
             "right": reaches(value),
-            "rewards": dict(collected.parts.get((rollout.group, rollout.sample_index), {})),
+            "rewards": dict(sample.parts),
             "metrics": dict(rollout.metrics),
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }
-        for (rollout, reward), value in zip(samples, deciding, strict=True)
+        for sample, rollout, value in zip(samples, last, deciding, strict=True)
     ]
     cut = [is_cut(rollout, heldout.conversation_setup) for rollout in last]
     gathered = mesh.world.all_gather_object((rows, deciding, cut))

@@ -6,7 +6,7 @@ import itertools
 import queue
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from r3 import extras
@@ -15,12 +15,11 @@ from r3.envs.runner import Environments
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import RewardResult, Scorer
-from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
+from r3.rollout.conversation import ConversationRules, EnvironmentFailed
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode
 from r3.runtime.terminal import say
-from r3.types import Prompt
+from r3.types import Prompt, Rollout, Sample
 
 # Longest wait for users' code while the engine is idle. The ranks of an engine synchronise after
 # it.
@@ -29,6 +28,29 @@ _IDLE_WAIT_S = 1.0
 _POLL_INTERVAL_S = 0.01
 # Counters that environments and reward functions share.
 _CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What a round gave on this rank; empty on ranks that are not the leader of their engine.
+
+    Attributes:
+        samples: in order of group and sample. Groups are complete, except for conversations whose
+            environment or reward failed (`env.on_error`, `reward.on_error` "drop").
+        metrics: partials of the conversations themselves.
+        suspended: conversations that the token budget interrupted (`r3.partial`).
+        dropped: why conversations were left out, each with its name.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    suspended: tuple[Any, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Those of the samples."""
+        return [each.rollout for each in self.samples]
 
 
 class Round:
@@ -48,7 +70,7 @@ class Round:
         *,
         seed_step: int,
         samples_per_prompt: int,
-        resumed: Sequence[SuspendedConversation] = (),
+        resumed: Sequence[Any] = (),
     ) -> None:
         """Begin all episodes.
 
@@ -67,8 +89,9 @@ class Round:
         # Calls for the engine, and errors that end the round, also from the event loop.
         self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
         self._in_flight: dict[int, Call] = {}
+        self._awaiting: dict[int, list[Rollout]] = {}  # by episode: reward functions have them
         self._keys = itertools.count()
-        self.episodes: list[Episode] = []
+        self.episodes: list[Any] = []  # `Episode`s
         self._num_over = 0  # episodes that ended or were suspended since the last `advance`
         self._dropped: list[str] = []
         samples = [(group, each) for group in prompts for each in range(samples_per_prompt)]
@@ -78,7 +101,6 @@ class Round:
         for suspended in resumed:
             rollout, origin = suspended.rollout, suspended.progress.seed_origin
             episode = self._add(suspended.prompt, rollout.group, rollout.sample_index, origin)
-            assert isinstance(episode, EnvironmentEpisode), "workflows cannot be suspended"
             episode.resume(suspended)
             self._num_over += bool(episode.outcome) and self._settle(episode)
         for group, sample_index in samples:
@@ -141,15 +163,15 @@ class Round:
         call.episode.deliver(call, sampled)
         self._num_over += call.episode.is_suspended
 
-    def result(self) -> CollectedRollouts:
-        """Return all rollouts with their rewards, and suspend what the budget interrupted.
+    def result(self) -> RoundResult:
+        """Return all samples, and suspend what the budget interrupted.
 
         Raises:
             EnvironmentFailed: an environment cannot be pickled and `env.on_error` is "stop".
         """
         suspended = []
         for each in self.episodes:
-            if isinstance(each, EnvironmentEpisode) and each.is_suspended:
+            if each.is_suspended:
                 if state := each.suspend():
                     suspended.append(state)
                 else:
@@ -163,12 +185,8 @@ class Round:
                 dropped.append(f"{who}: {each.result.failure}")
             else:
                 kept.append(each)
-        return CollectedRollouts(
-            rollouts=[rollout for each in kept for rollout in each.made],
-            rewards=[reward for each in kept for reward in each.rewards],
-            parts={
-                (each.group, each.sample_index): each.result.parts for each in kept if each.result
-            },
+        return RoundResult(
+            samples=[sample for each in kept for sample in each.samples],
             metrics=metrics,
             suspended=tuple(suspended),
             dropped=tuple(dropped),
@@ -181,9 +199,13 @@ class Round:
 
     def _add(
         self, prompt: Prompt, group: int, sample_index: int, seed_origin: tuple[int, int]
-    ) -> Episode:
-        is_workflow = not isinstance(self._environments, Environments)
-        episode: Episode = (extras.workflow_episode() if is_workflow else EnvironmentEpisode)(
+    ) -> Any:
+        kind: Any = EnvironmentEpisode
+        if not isinstance(self._environments, Environments):
+            kind = extras.workflow_episode()
+        elif self._rules.token_budget:
+            kind = extras.budgeted_episode()
+        episode = kind(
             rules=self._rules,
             submit=self._calls.put,
             key=len(self.episodes),
@@ -232,15 +254,17 @@ class Round:
         if not made or (episode.failure and on_error == "drop" and not rules.keep_failed):
             self._dropped.append(f"{episode.who}: the {episode.kind} failed ({episode.failure})")
             return True
-        episode.made = made
         if episode.failure:
-            episode.rewards = [0.0] * len(made)
+            episode.samples = [Sample(rollout=each, reward=0.0) for each in made]
             return True
         scorer, reward = self._scorer, episode.reward
         if episode.rewards_calls:
             self._sources["by_environment"] += 1
             weight = scorer.components[0].weight if rules.needs_reward else 1.0
-            episode.rewards = [weight * sum(filter(None, each.turn_rewards)) for each in made]
+            episode.samples = [
+                Sample(rollout=each, reward=weight * sum(filter(None, each.turn_rewards)))
+                for each in made
+            ]
             return True
         if reward is not None:
             self._sources["by_environment"] += 1
@@ -250,18 +274,23 @@ class Round:
         if reward is None or (scorer.uses_environment and len(scorer.components) > 1):
             self._sources["by_function"] += 1
         if reward is None or scorer.uses_environment:
+            self._awaiting[episode.key] = made
             scorer.submit(episode.key, made[-1], episode.prompt, environment_reward=reward)
             return False
-        episode.rewards = [reward] * len(made)
+        episode.samples = [Sample(rollout=each, reward=reward) for each in made]
         return True
 
     def _take(self, result: RewardResult) -> None:
         """Take what reward functions returned."""
         episode = self.episodes[cast("int", result.key)]
+        *others, last = self._awaiting.pop(episode.key)
         if result.metrics:
-            last = episode.made[-1]
-            episode.made[-1] = replace(last, metrics={**last.metrics, **result.metrics})
-        episode.rewards, episode.result = [result.reward] * len(episode.made), result
+            last = replace(last, metrics={**last.metrics, **result.metrics})
+        episode.result = result
+        episode.samples = [
+            Sample(rollout=each, reward=result.reward, parts=result.parts)
+            for each in (*others, last)
+        ]
 
     def _scoring_metrics(self) -> dict[str, Any]:
         """Partials of what scoring took; none if every component is quick and nothing failed."""
@@ -290,7 +319,7 @@ class Round:
         failed = sum(bool(each.failure) for each in self.episodes)
         at_limit = sum(each.outcome == "turns" for each in over)
         began = float(len(over))
-        rewarded = float(sum(bool(each.made) and not each.failure for each in self.episodes))
+        rewarded = float(sum(bool(each.samples) and not each.failure for each in self.episodes))
         metrics: dict[str, Any] = {
             "env/unread": Sum(value=float(self._rules.setup.parser.take_unread())),
             "env/turns_mean": Mean(total=float(sum(each.num_turns for each in over)), count=began),

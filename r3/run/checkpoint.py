@@ -1,7 +1,7 @@
 """Checkpoints: written completely or not at all, resumed bit for bit, readable under other layouts.
 
 A checkpoint has weights, optimizer state, the step (data order, sampling seeds and learning rate
-are functions of it), random states and suspended conversations (r3/rollout/partial.py). Tensors go
+are functions of it), random states and suspended conversations (r3/partial). Tensors go
 through Megatron's sharded state and torch's distributed checkpoint writer, so a run may resume with
 other parallel sizes.
 

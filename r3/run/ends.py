@@ -22,8 +22,8 @@ from r3.engine import DeviceMemoryError, EngineConfigError
 from r3.metrics.meter import TrackerError
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
-from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
+from r3.rollout.step_rewards import DroppedError
 from r3.routing.ledger import LedgerError
 from r3.run.checkpointer import SaveError
 from r3.run.folder import RunDir, step_folders, write_text

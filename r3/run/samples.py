@@ -4,46 +4,86 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 
 from r3 import extras
-from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
-from r3.rollout.dump_fields import readable
-from r3.rollout.scored import Scored
+from r3.algo.advantage import Reward
+from r3.rollout.dump import join_arrays, readable, rollout_facts, split_rollouts
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
-from r3.sync.rollouts import send_rollouts
-from r3.types import Prompt, Rollout
+from r3.sync.rollouts import send_samples
+from r3.types import Prompt, Rollout, Sample, TrainedSample
 
 if TYPE_CHECKING:
     from r3.run.session import Session
 
 
-def record_samples(run: Session, step: int, scored: Sequence[Scored]) -> None:
-    """Dump the rollouts of all ranks and show one of this rank's, each when due. All must call.
+def record_samples(
+    run: Session,
+    step: int,
+    samples: Sequence[Sample],
+    rewards: Sequence[Reward],
+    advantages_R: Tensor,
+) -> None:
+    """Dump the samples of all ranks and show one of this rank's, each when due. All must call.
 
     Args:
-        scored: this rank's rollouts.
+        samples: this rank's.
+        rewards: of all samples of the step, with their advantages.
     """
     log, prompts = run.config.log, run.task.prompts.prompts
-    if log.rollouts_every and (step == 1 or step % log.rollouts_every == 0):
-        dumped = dump_rollouts(run.folder, step, scored, run.mesh.world, prompts)
+    dumps = log.rollouts_every and (step == 1 or step % log.rollouts_every == 0)
+    shows = log.show_every and step % log.show_every == 0 and samples and run.device.rank == 0
+    if not dumps and not shows:
+        return
+    trained = trained_samples(
+        samples, rewards, advantages_R, filters=run.config.algo.overlong_filter
+    )
+    if dumps:
+        dumped = dump_rollouts(run.folder, step, trained, run.mesh.world, prompts)
         run.meter.show_samples(step, dumped)
-    if log.show_every and step % log.show_every == 0 and scored and run.device.rank == 0:
-        item = scored[step // log.show_every % len(scored)]  # each time another place
+    if shows:
+        item = trained[step // log.show_every % len(trained)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
         run.meter.console.show(extras.conversation_of(row_of(item, prompt)))
 
 
+def trained_samples(
+    samples: Sequence[Sample], rewards: Sequence[Reward], advantages_R: Tensor, *, filters: bool
+) -> list[TrainedSample]:
+    """Return samples with what they were trained on.
+
+    Args:
+        filters: truncated samples had no loss.
+    """
+    place_of = {each.key: place for place, each in enumerate(rewards)}
+    return [
+        TrainedSample(
+            **{each.name: getattr(sample, each.name) for each in fields(Sample)},
+            shaped_reward=rewards[place].shaped,
+            advantage=float(advantages_R[place]),
+            trains=not (filters and sample.rollout.is_truncated),
+        )
+        for sample in samples
+        for place in (place_of[sample.rollout.key],)
+    ]
+
+
 def dump_rollouts(
-    run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis, prompts: Sequence[Prompt]
+    run_dir: RunDir,
+    step: int,
+    samples: Sequence[TrainedSample],
+    world: Axis,
+    prompts: Sequence[Prompt],
 ) -> list[dict[str, Any]]:
     """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call.
 
@@ -54,11 +94,11 @@ def dump_rollouts(
     Returns:
         The dumped rows on rank 0, nothing on others or if there is no file.
     """
-    counts = world.all_gather_object([item.index for item in scored])
-    everything = send_rollouts(scored, {index: [0] for part in counts for index in part}, world)
+    keys = world.all_gather_object([each.rollout.key for each in samples])
+    everything = send_samples(samples, {key: [0] for part in keys for key in part}, world)
     if world.rank != 0:
         return []
-    items = [everything[index] for index in sorted(everything)]
+    items = [cast("TrainedSample", everything[key].sample) for key in sorted(everything)]
     wanted = {item.rollout.prompt_id for item in items}
     by_id = {prompt.id: prompt for prompt in prompts if prompt.id in wanted}
     try:
@@ -71,7 +111,7 @@ def dump_rollouts(
 def write_rollouts(
     run_dir: RunDir,
     step: int,
-    scored: Sequence[Scored],
+    samples: Sequence[TrainedSample],
     prompts: Mapping[str, Prompt] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
@@ -85,12 +125,12 @@ def write_rollouts(
     Raises:
         ValueError: there is no rollout.
     """
-    if not scored:
+    if not samples:
         raise ValueError(f"step {step}: a dump needs at least one rollout")
     rows = [
         row_of(item, prompts.get(item.rollout.prompt_id))
         | {"checksum": _checksum(item.rollout.tokens_T)}
-        for item in scored
+        for item in samples
     ]
     path = run_dir.rollouts(step)
     # Both are complete before either appears; the inner one, the arrays, appears first.
@@ -98,12 +138,12 @@ def write_rollouts(
         replacing(path, private=True) as text,
         replacing(path.with_suffix(".safetensors"), private=True) as tensors,
     ):
-        save_file(join_arrays([item.rollout for item in scored]), tensors)
+        save_file(join_arrays([item.rollout for item in samples]), tensors)
         text.write_bytes(b"".join(map(jsonl_line, rows)))
     return rows
 
 
-def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
+def row_of(item: TrainedSample, prompt: Prompt | None) -> dict[str, Any]:
     """A rollout in words and figures, as a dump holds it; arrays are left out."""
     return (
         rollout_facts(item.rollout)

@@ -11,20 +11,22 @@ micro-batch, so rows of another sample, shifted rows and swapped layers are dete
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from r3.algo import packing
 from r3.config import Config
 from r3.metrics.reduce import Mean, Sum
 from r3.models.shape import ModelShape
-from r3.rollout.codec import checksums, decode, encode
-from r3.rollout.scored import Scored
 from r3.routing import ledger
 from r3.runtime.mesh import Axis, Mesh
-from r3.types import Batch, MicroBatch
+from r3.types import Batch, Key, MicroBatch, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class PackingSpec:
             sent to it. None = all.
         captured: the rollouts of a MoE model have routes (replay.mode r3).
         on_missing, min_coverage: what happens when routes are missing, see `ledger.admit`.
+        filters_truncated: truncated rollouts have no loss (`algo.overlong_filter`).
         policy_versions: policy versions whose rollouts may be trained on, ascending, the step's own
             version last. None = any.
     """
@@ -48,7 +51,12 @@ class PackingSpec:
     captured: bool = True
     on_missing: Literal["error", "live"] = "error"
     min_coverage: float = 0.0
+    filters_truncated: bool = False
     policy_versions: Sequence[int] | None = None
+
+    def trains(self, rollout: Rollout) -> bool:
+        """Whether the sampled tokens of a rollout have loss."""
+        return not (self.filters_truncated and rollout.is_truncated)
 
     @classmethod
     def of_step(cls, config: Config, layers: Sequence[int], policy_version: int) -> PackingSpec:
@@ -61,6 +69,7 @@ class PackingSpec:
             captured=config.replay.mode == "r3",
             on_missing=config.replay.on_missing,
             min_coverage=config.replay.min_coverage,
+            filters_truncated=config.algo.overlong_filter,
             policy_versions=range(oldest, policy_version + 1),
         )
 
@@ -69,27 +78,34 @@ class PackingSpec:
 class Length:
     """What the plan needs to know of a rollout on another rank."""
 
-    index: int
-    group: int
+    key: Key
     tokens: int
     loss_tokens: int
 
 
+class Received(NamedTuple):
+    """A sample from another rank, and one checksum per layer of its routes as they were sent."""
+
+    sample: Sample
+    checksums: tuple[int, ...]
+
+
 def distribute(
-    scored: Sequence[Scored], mesh: Mesh, shape: ModelShape, spec: PackingSpec
+    samples: Sequence[Sample], mesh: Mesh, shape: ModelShape, spec: PackingSpec
 ) -> tuple[list[Batch], dict[str, Any]]:
     """Send the step's rollouts to the ranks that train on them and pack them. All ranks must call.
 
     Every rank makes the same plan from the lengths of all rollouts; then rollouts travel once.
 
     Args:
-        scored: the rollouts that this rank generated.
+        samples: those that this rank generated.
         mesh: the layout of the ranks.
         shape: the model.
         spec: how to pack, and which rollouts may be trained on.
 
     Returns:
-        This rank's share of every update, with global denominators, and partials of metrics.
+        This rank's share of every update, with global denominators and without advantages, and
+        partials of metrics.
 
     Raises:
         RouteError: on every rank, if a route is missing that may not be, is of another policy
@@ -97,7 +113,7 @@ def distribute(
     """
     moe_layers = shape.moe_layers if spec.captured else ()
     rows = ledger.admit(
-        [item.rollout for item in scored],
+        [each.rollout for each in samples],
         mesh.world,
         moe_layers=moe_layers,
         num_experts=shape.num_experts,
@@ -105,12 +121,12 @@ def distribute(
         on_missing=spec.on_missing,
         min_coverage=spec.min_coverage,
     )
-    scored = [_with_smallest_routes(item, shape.num_experts) for item in scored]
-    lengths = gather_lengths(scored, mesh.world)
+    samples = [_with_smallest_routes(each, shape.num_experts) for each in samples]
+    lengths = gather_lengths(samples, mesh.world, spec)
     multiple, each = mesh.length_multiples
     plan = packing.plan_updates(
         [-(-length.tokens // each) * each for length in lengths],
-        [length.group for length in lengths],
+        [length.key[0] for length in lengths],
         num_updates=spec.num_updates,
         num_ranks=mesh.dp.size,
         micro_batch_tokens=spec.micro_batch_tokens,
@@ -118,10 +134,10 @@ def distribute(
     )
     wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
     places = [moe_layers.index(layer) for layer in wanted]
-    received = _send_by_plan(scored, plan, mesh, places)
-    version = spec.policy_versions[-1] if spec.policy_versions else None
+    by_key = _send_by_plan(samples, lengths, plan, mesh, places)
+    received = {i: by_key[each.key] for i, each in enumerate(lengths) if each.key in by_key}
     batches = [
-        _batch(update, lengths, received, mesh, shape, num_layers=len(places), version=version)
+        _batch(update, lengths, received, mesh, shape, spec, num_layers=len(places))
         for update in plan
     ]
     packed = (micro_batch for batch in batches for micro_batch in batch.micro_batches)
@@ -129,14 +145,14 @@ def distribute(
     ledger.raise_together(next(faults, ""), mesh.world)
 
     efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
-    own = sum(item.rollout.num_response_tokens for item in scored if item.trains)
+    own = sum(each.rollout.num_response_tokens for each in samples if spec.trains(each.rollout))
     metrics = rows | {
         # All ranks have the same efficiency: its mean over ranks is that number.
         "perf/packing_efficiency": Mean(total=efficiency, count=1.0),
         "rollout/trained_tokens": Sum(value=float(own)),
     }
     if moe_layers:
-        num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())
+        num_bytes = sum(each.sample.rollout.routed_experts.nbytes for each in received.values())
         metrics["routing/bytes"] = Sum(value=float(num_bytes))
     return batches, metrics
 
@@ -144,12 +160,12 @@ def distribute(
 def _batch(
     update: packing.UpdatePlan,
     lengths: Sequence[Length],
-    received: Mapping[int, Scored],
+    received: Mapping[int, Received],
     mesh: Mesh,
     shape: ModelShape,
+    spec: PackingSpec,
     *,
     num_layers: int,
-    version: int | None,
 ) -> Batch:
     """This rank's share of an update, with global denominators."""
     members = [lengths[index] for index in update.rollout_ids]
@@ -158,9 +174,9 @@ def _batch(
             pack_for(
                 mesh,
                 shape,
-                [received[index] for index in indices],
+                {index: received[index].sample.rollout for index in indices},
                 num_layers=num_layers,
-                policy_version=version,
+                spec=spec,
             )
             for indices in update.micro_batches[mesh.dp.rank]
         ),
@@ -170,74 +186,72 @@ def _batch(
     )
 
 
-def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
-    """Return the lengths of all rollouts of the step, by index. All ranks must call."""
+def gather_lengths(samples: Sequence[Sample], world: Axis, spec: PackingSpec) -> list[Length]:
+    """Return the lengths of all rollouts of the step, by key. All ranks must call."""
     own = [
         Length(
-            index=item.index,
-            group=item.rollout.group,
-            tokens=len(item.rollout.tokens_T),
-            loss_tokens=item.rollout.num_response_tokens if item.trains else 0,
+            key=each.rollout.key,
+            tokens=len(each.rollout.tokens_T),
+            loss_tokens=each.rollout.num_response_tokens if spec.trains(each.rollout) else 0,
         )
-        for item in scored
+        for each in samples
     ]
-    lengths = sorted(
-        (length for part in world.all_gather_object(own) for length in part),
-        key=lambda length: length.index,
-    )
-    assert [length.index for length in lengths] == list(range(len(lengths))), (
-        f"rollouts {sorted({length.index for length in lengths})[:8]}... "
-        f"are not numbered 0..{len(lengths) - 1} exactly once"
-    )
+    lengths = [length for part in world.all_gather_object(own) for length in part]
+    lengths.sort(key=lambda length: length.key)
+    for one, other in pairwise(lengths):
+        assert one.key != other.key, f"two rollouts have the key {one.key}"
     return lengths
 
 
 def _send_by_plan(
-    scored: Sequence[Scored], plan: Sequence[packing.UpdatePlan], mesh: Mesh, places: Sequence[int]
-) -> dict[int, Scored]:
+    samples: Sequence[Sample],
+    lengths: Sequence[Length],
+    plan: Sequence[packing.UpdatePlan],
+    mesh: Mesh,
+    places: Sequence[int],
+) -> dict[Key, Received]:
     """Send each rollout to the ranks of the data-parallel rank that the plan names."""
     everybody = mesh.world.all_gather_object((mesh.dp.rank, places))
-    destinations: dict[int, list[int]] = {}
+    destinations: dict[Key, list[int]] = {}
     for update in plan:
         for data_rank, micro_batches in enumerate(update.micro_batches):
             ranks = [rank for rank, (of, _) in enumerate(everybody) if of == data_rank]
-            destinations |= {index: ranks for indices in micro_batches for index in indices}
-    return send_rollouts(
-        scored, destinations, mesh.world, layers_of=[layers for _, layers in everybody]
+            for indices in micro_batches:
+                destinations |= {lengths[index].key: ranks for index in indices}
+    return send_samples(
+        samples, destinations, mesh.world, layers_of=[layers for _, layers in everybody]
     )
 
 
-def send_rollouts(
-    scored: Sequence[Scored],
-    destinations: Mapping[int, Sequence[int]],
+def send_samples(
+    samples: Sequence[Sample],
+    destinations: Mapping[Key, Sequence[int]],
     world: Axis,
     layers_of: Sequence[Sequence[int]] | None = None,
-) -> dict[int, Scored]:
-    """Send each rollout to the world ranks in `destinations[index]`. All ranks must call.
+) -> dict[Key, Received]:
+    """Send each sample to the world ranks in `destinations[key]`. All ranks must call.
 
     Bit-exact: tokens, masks, log-probabilities and routes travel as bytes.
 
     Args:
-        scored: the rollouts of this rank.
-        destinations: index of every rollout of the step -> world ranks that receive it.
+        samples: those of this rank.
+        destinations: key of every sample of the step -> world ranks that receive it.
         world: all ranks.
         layers_of: for each rank the places in the routes' layer axis that it receives; None = all.
 
     Returns:
-        The rollouts that this rank received, by index.
+        The samples that this rank received.
     """
-    outgoing: list[list[Scored]] = [[] for _ in range(world.size)]
-    for item in scored:
-        for rank in destinations[item.index]:
-            outgoing[rank].append(item)
-    messages = world.all_to_all_bytes(
-        [
-            encode(items, layers_of[rank] if layers_of else None)
-            for rank, items in enumerate(outgoing)
-        ]
-    )
-    received = {item.index: item for message in messages for item in decode(message)}
-    expected = {index for index, ranks in destinations.items() if world.rank in ranks}
+    outgoing: list[list[Received]] = [[] for _ in range(world.size)]
+    for sample in samples:
+        rollout = sample.rollout
+        sums = checksums(rollout.tokens_T, rollout.routed_experts)
+        for rank in destinations[rollout.key]:
+            sent = Received(sample, sums)
+            outgoing[rank].append(_of_layers(sent, layers_of[rank]) if layers_of else sent)
+    messages = world.all_to_all_bytes([pickle.dumps(each) if each else b"" for each in outgoing])
+    received = {each.sample.rollout.key: each for message in messages for each in decode(message)}
+    expected = {key for key, ranks in destinations.items() if world.rank in ranks}
     assert received.keys() == expected, (
         f"rank {world.rank}: rollouts {sorted(expected ^ received.keys())[:8]} "
         "were lost between ranks or sent to the wrong rank"
@@ -245,44 +259,77 @@ def send_rollouts(
     return received
 
 
+def decode(message: bytes) -> list[Received]:
+    """What a rank sent to this one."""
+    return list(pickle.loads(message)) if message else []
+
+
+def _of_layers(sent: Received, layers: Sequence[int]) -> Received:
+    """The sample with the routes of some layers only, by their places in the layer axis."""
+    rollout = sent.sample.rollout
+    # Without any layer the routes look as they do for a dense model.
+    routes = (
+        rollout.routed_experts[:, list(layers)]
+        if layers
+        else np.zeros_like(rollout.routed_experts, shape=(len(rollout.routed_experts), 0, 0))
+    )
+    rollout = replace(rollout, routed_experts=np.ascontiguousarray(routes))
+    sums = tuple(sent.checksums[layer] for layer in layers)
+    return Received(replace(sent.sample, rollout=rollout), sums)
+
+
+def checksums(tokens_T: np.ndarray, routes: np.ndarray) -> tuple[int, ...]:
+    """CRC-32 of the tokens and the rows [T-1, K] of each layer of the routes [T-1, L, K]."""
+    tokens = zlib.crc32(tokens_T.astype(np.int64).tobytes())
+    return tuple(
+        zlib.crc32(np.ascontiguousarray(routes[:, layer]).tobytes(), tokens)
+        for layer in range(routes.shape[1])
+    )
+
+
+def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Sample]:
+    """This rank's share of rollouts that every rank has."""
+    return [Sample(rollout=each) for each in rollouts[rank::size]]
+
+
 def pack_for(
     mesh: Mesh,
     shape: ModelShape,
-    scored: Sequence[Scored],
+    rollouts: Mapping[int, Rollout],
     *,
     num_layers: int,
-    policy_version: int | None = None,
+    spec: PackingSpec | None = None,
 ) -> MicroBatch:
     """Pack rollouts into one micro-batch that this layout can divide.
 
     Args:
         mesh: the layout of the ranks.
         shape: the model.
-        scored: the rollouts.
+        rollouts: by their index in the step.
         num_layers: layers in their routes; 0 = no routes.
-        policy_version: see `packing.pack`.
+        spec: of the step; None: there is none.
     """
     multiple, each = mesh.length_multiples
+    versions = spec.policy_versions if spec else None
     return packing.pack(
-        [item.rollout for item in scored],
-        [item.index for item in scored],
-        [item.advantage for item in scored],
+        [*rollouts.values()],
+        [*rollouts],
         num_experts=shape.num_experts,
         num_layers=num_layers,
         topk=shape.topk if num_layers else 0,
         multiple=multiple,
         sequence_multiple=each,
-        policy_version=policy_version,
-        trains=[item.trains for item in scored],
+        policy_version=versions[-1] if versions else None,
+        trains=[spec is None or spec.trains(one) for one in rollouts.values()],
     )
 
 
-def find_damage(micro_batch: MicroBatch, received: Mapping[int, Scored]) -> str:
+def find_damage(micro_batch: MicroBatch, received: Mapping[int, Received]) -> str:
     """Compare the packed tokens and routes with the checksums that were sent.
 
     Args:
         micro_batch: the packed micro-batch.
-        received: the rollouts that this rank received, by index.
+        received: the samples that this rank received, by their index in the step.
 
     Returns:
         A message about the first damaged sequence; empty if there is none.
@@ -291,24 +338,24 @@ def find_damage(micro_batch: MicroBatch, received: Mapping[int, Scored]) -> str:
     for index, (start, end) in zip(
         micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
     ):
-        if index < 0 or received[index].checksums is None:
+        if index < 0:
             continue
-        rollout = received[index].rollout
+        sample, sent = received[index]
         end = start + int(micro_batch.real_N[start:end].sum())
         packed = checksums(tokens_N[start:end], routes_NLK[start : end - 1])
-        if packed != received[index].checksums:
+        if packed != sent:
             return (
-                f"rollout {rollout.name}: its packed tokens and routes "
+                f"rollout {sample.rollout.name}: its packed tokens and routes "
                 f"are not those that were sent (checksums by layer {packed}, sent "
-                f"{received[index].checksums}): rows of another rollout, shifted rows or rows of "
-                "other layers"
+                f"{sent}): rows of another rollout, shifted rows or rows of other layers"
             )
     return ""
 
 
-def _with_smallest_routes(item: Scored, num_experts: int) -> Scored:
-    """The rollout with routes of the smallest type. The engine's are; a dump's may not be."""
-    routes, dtype = item.rollout.routed_experts, packing.route_dtype(num_experts)
+def _with_smallest_routes(sample: Sample, num_experts: int) -> Sample:
+    """The sample with routes of the smallest type. The engine's are; a dump's may not be."""
+    routes, dtype = sample.rollout.routed_experts, packing.route_dtype(num_experts)
     if routes.dtype == dtype:
-        return item
-    return replace(item, rollout=replace(item.rollout, routed_experts=routes.astype(dtype)))
+        return sample
+    rollout = replace(sample.rollout, routed_experts=routes.astype(dtype))
+    return replace(sample, rollout=rollout)

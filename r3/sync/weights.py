@@ -21,8 +21,6 @@ from r3.engine import sampling_seed
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
 from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import join_shards, named
-from r3.rollout.codec import decode, encode
-from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device, SharedTensor, open_shared, storage_of
 from r3.runtime.mesh import Mesh
@@ -346,20 +344,14 @@ def prove_sync(
         max_tokens=max_tokens,
         temperature=config.rollout.temperature,
     )
-    own = (
-        [Scored(index=i, rollout=rollout, advantage=0.0) for i, rollout in enumerate(rollouts)]
-        if engine.is_leader
-        else []
-    )
+    own = rollouts if engine.is_leader else []
     # All ranks score the tokens of the first engine; every engine is compared with the first.
-    first = decode(mesh.world.all_gather_object(encode(own))[0])
+    first = mesh.world.all_gather_object(own)[0]
     num_layers = len(policy.shape.moe_layers) if engine.capture else 0
     # One sequence each: never longer than a micro-batch of training, even with long prompts.
-    micro_batches = [pack_for(mesh, policy.shape, [one], num_layers=num_layers) for one in first]
+    micro_batches = [pack_for(mesh, policy.shape, {0: one}, num_layers=num_layers) for one in first]
     scores = policy.score(micro_batches, mode="replay" if engine.capture else "live")
-    differences = [
-        _difference(mine.rollout, theirs.rollout) for mine, theirs in zip(own, first, strict=False)
-    ]
+    differences = [_difference(mine, theirs) for mine, theirs in zip(own, first, strict=False)]
     if policy.reports:
         columns = zip(scores.logprobs, scores.rollout_logprobs, scores.loss_mask, strict=True)
         differences += [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from r3.algo import packing
 from r3.configs.tiny import tiny_smoke
 from r3.engine import Engine
@@ -69,7 +71,6 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
     micro_batch = packing.pack(
         rollouts,
         range(len(rollouts)),
-        [1.0] * len(rollouts),
         num_experts=shape.num_experts,
         num_layers=len(shape.moe_layers),
         topk=shape.topk,
@@ -80,6 +81,7 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
         num_loss_tokens=packing.count_loss_tokens([micro_batch]),
         num_sequences=len(rollouts),
     )
+    batch = packing.with_advantages(batch, torch.ones(len(rollouts)))
     for dtype, ways in (("float32", ("none", "selective", "moe", "full")), ("bfloat16", ("none",))):
         for recompute in ways:
             # The plan is that of grouped experts, as on a GPU; fused ones keep less.

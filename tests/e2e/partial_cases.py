@@ -17,11 +17,10 @@ from r3 import assets
 from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
+from r3.partial.source import from_checkpoint
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.partial import from_checkpoint
-from r3.rollout.scored import score_all
-from r3.rollout.step import BudgetError, RolloutSource, StepRollouts
+from r3.rollout.step import BudgetError, Collected, rollout_source
 from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
 from r3.sync.rollouts import PackingSpec, distribute
@@ -86,7 +85,7 @@ class Stepper(Talker):
         self.engine.load_weights(weights, policy_version=policy_version)
         self.engine.reset_cache()
 
-    def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[StepRollouts]:
+    def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[Collected]:
         """Sample all steps; with `saved`, partial rollouts go through checkpoint files."""
         settings = replace(self.config.env, **env)
         task = replace(
@@ -96,8 +95,8 @@ class Stepper(Talker):
             ),
             scorer=Scorer.of_function(lambda rollout, _prompt: float(len(rollout.response))),
         )
-        rounds: list[StepRollouts] = []
-        source = RolloutSource(self.engine, task, config, self.mesh)
+        rounds: list[Collected] = []
+        source = rollout_source(self.engine, task, config, self.mesh)
         for step in range(1, STEPS + 1):
             self.take(step - 1)
             rounds.append(source.collect(step))
@@ -106,7 +105,7 @@ class Stepper(Talker):
                 folder.mkdir(parents=True)
                 for name, content in source.state_files().items():
                     (folder / name).write_bytes(content)
-                source = RolloutSource(self.engine, task, config, self.mesh)
+                source = rollout_source(self.engine, task, config, self.mesh)
                 source.restore(folder)
         task.conversation_setup.environments.close()
         return rounds
@@ -202,13 +201,13 @@ class Budgets:
     trained: Trained | None = None
 
 
-def copied(rounds: Sequence[StepRollouts]) -> list[list[Copy]]:
+def copied(rounds: Sequence[Collected]) -> list[list[Copy]]:
     """Return all rollouts by step."""
     return [
         [
             Copy(
                 name=[each.prompt_id, each.group, each.sample_index],
-                reward=reward,
+                reward=sample.reward,
                 tokens=each.tokens_T.tolist(),
                 loss_mask=each.loss_mask_T.tolist(),
                 logprobs=each.logprobs_T.tobytes().hex(),
@@ -217,17 +216,18 @@ def copied(rounds: Sequence[StepRollouts]) -> list[list[Copy]]:
                 segments=[list(segment) for segment in each.segments],
                 response=each.response,
             )
-            for each, reward in zip(made.rollouts.rollouts, made.rollouts.rewards, strict=True)
+            for sample in samples
+            for each in (sample.rollout,)
         ]
-        for made in rounds
+        for samples, _, _ in rounds
     ]
 
 
-def kind_of(rounds: Sequence[StepRollouts]) -> Kind:
+def kind_of(rounds: Sequence[Collected]) -> Kind:
     """Return rollouts and metrics by step."""
     metrics = [
-        values({k: part for each in made.metrics for k, part in each.items() if "rollout/" in k})
-        for made in rounds
+        values({k: part for each in reported for k, part in each.items() if "rollout/" in k})
+        for _, _, reported in rounds
     ]
     return Kind(rollouts=copied(rounds), metrics=metrics)
 
@@ -315,7 +315,7 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
         results[kind] = kind_of(rounds)
         if not yardsticks:
             continue
-        rollouts = [each for made in rounds for each in made.rollouts.rollouts]
+        rollouts = [each.rollout for samples, _, _ in rounds for each in samples]
         complete = all(
             len(each.routed_experts) == len(each.tokens_T) - 1 and each.routed_experts.min() >= 0
             for each in rollouts
@@ -365,15 +365,17 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
 def trained(stepper: Stepper, config: Config) -> Trained:
     """Distribute the last of all steps, whose rollouts are of several policy versions."""
     rounds = stepper.steps(config)
-    scored = [score_all(made.rollouts, made.rewards, config) for made in rounds][-1]
+    samples = rounds[-1][0]
     current = STEPS - 1
     (batch,), _ = distribute(
-        scored,
+        samples,
         stepper.mesh,
         stepper.task.shape,
         PackingSpec(micro_batch_tokens=512, policy_versions=range(current - 2, current + 1)),
     )
-    old = {item.index for item in scored if item.rollout.policy_version < current}
+    keys = sorted(each.rollout.key for each in samples)
+    rollouts = [each.rollout for each in samples]
+    old = {keys.index(each.key) for each in rollouts if each.policy_version < current}
     marked = {
         index
         for micro_batch in batch.micro_batches
@@ -382,15 +384,15 @@ def trained(stepper: Stepper, config: Config) -> Trained:
         )
         if index >= 0 and not bool(micro_batch.current_N[start:end].any())
     }
-    rows = captured_rows([item.rollout for item in scored])
+    rows = captured_rows(rollouts)
     newest = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
     return Trained(
         old=sorted(old),
         marked=sorted(marked),
-        count=len(scored),
+        count=len(samples),
         expected=rows["routing/rows_expected"].value,
         captured=rows["routing/rows_captured"].value,
         too_old=message_of(
-            lambda: distribute(scored, stepper.mesh, stepper.task.shape, newest), RuntimeError
+            lambda: distribute(samples, stepper.mesh, stepper.task.shape, newest), RuntimeError
         ),
     )

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from r3.algo.advantage import advantages_of
 from r3.config import Config
 from r3.rewards.scorer import Scorer
-from r3.rollout.scored import score_all
 from r3.rollout.step import NoSignalError, RolloutSource
+from r3.run.samples import trained_samples
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
+from r3.user_code.algorithm import advantage_of
 from tests.errors import message_of
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config
@@ -83,16 +85,18 @@ def refills(device: Device) -> Refills:
                 for name, content in source.state_files().items():
                     (checkpoint / name).write_bytes(content)
             talker.engine.policy_version = step - 1
-            made = source.collect(step)
-            scored = score_all(made.rollouts, made.rewards, config)
-            metrics = values({name: part for parts in made.metrics for name, part in parts.items()})
+            samples, rewards, reported = source.collect(step)
+            advantages_R = advantages_of(rewards, advantage_of(config.algo))
+            trained = trained_samples(samples, rewards, advantages_R, filters=False)
+            places = {each.key: place for place, each in enumerate(rewards)}
+            metrics = values({name: part for parts in reported for name, part in parts.items()})
             results[str(step)] = RefillStep(
                 sampled={
                     f"{each.prompt_id} {each.group} {each.sample_index}": each.tokens_T.tolist()
-                    for each in made.rollouts.rollouts
+                    for each in (sample.rollout for sample in samples)
                 },
-                advantages=[item.advantage for item in scored],
-                indices=[item.index for item in scored],
+                advantages=[item.advantage for item in trained],
+                indices=[places[item.rollout.key] for item in trained],
                 rounds=metrics.get("rollout/rounds"),
                 groups_trained=metrics.get("rollout/groups_trained"),
                 groups_sampled=metrics.get("rollout/groups_sampled"),

@@ -15,14 +15,14 @@ from r3.judges.model import Batches, RewardModel
 from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout.collect import rollout_metrics
-from r3.rollout.collected_rollouts import CollectedRollouts
+from r3.rollout.round import RoundResult
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
 from r3.user_code.calls import CallError
 from r3.user_code.workers import Pool, Threads
 from tests.talkers import Talker, values
-from tests.tiny import tiny_config
+from tests.tiny import parts_of, rewards_of, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def round_of(
     prompts: int = 8,
     max_tokens: int = 200,
     keep_failed: bool = False,
-) -> tuple[CollectedRollouts, Watched, float]:
+) -> tuple[RoundResult, Watched, float]:
     """Sample one round of four responses per prompt; also return when each ended, and seconds."""
     watched = Watched(scorer)
     began = time.monotonic()
@@ -101,19 +101,19 @@ def round_of(
     return collected, watched, seconds
 
 
-def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> Judged:
+def told(collected: RoundResult, watched: Watched, seconds: float) -> Judged:
     """Return what the tests compare of a round."""
     names = [f"{rollout.group}/{rollout.sample_index}" for rollout in collected.rollouts]
     rollouts = collected.rollouts
     return Judged(
         tokens=dict(zip(names, (each.tokens_T.tolist() for each in rollouts), strict=True)),
         responses=dict(zip(names, (each.response for each in rollouts), strict=True)),
-        rewards=dict(zip(names, collected.rewards, strict=True)),
+        rewards=dict(zip(names, rewards_of(collected), strict=True)),
         parts={
             f"{group}/{sample_index}": dict(parts)
-            for (group, sample_index), parts in collected.parts.items()
+            for (group, sample_index), parts in parts_of(collected).items()
         },
-        metrics=values(collected.metrics | rollout_metrics(collected)),
+        metrics=values(collected.metrics | rollout_metrics(collected.samples)),
         overlap=watched.overlap(),
         judged=len(watched.judged),
         seconds=seconds,
@@ -264,7 +264,8 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
                 ]
                 figures[name]["batches"] = len(place.trace)
                 figures[name]["worst_difference"] = max(
-                    abs(one - other) for one, other in zip(collected.rewards, alone, strict=True)
+                    abs(one - other)
+                    for one, other in zip(rewards_of(collected), alone, strict=True)
                 )
         if number:  # the first warms everything up
             found.append(figures)

@@ -13,7 +13,7 @@ from r3.engine import Engine, Sampled, Sampling, Transcript, Turn
 from r3.runtime.device import Device
 from r3.types import Rollout, RouteError
 from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
-from tests.tiny import tiny_config
+from tests.tiny import rewards_of, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def talks(
         rollouts = collected.rollouts
         talks[kind] = Talk(
             rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],
-            rewards=collected.rewards,
+            rewards=rewards_of(collected),
             metrics=values(collected.metrics),
             agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from r3.assets import TINY_MOE
 from r3.config import ConfigError, flatten, to_yaml
 from r3.rescore import FIGURES, parse
-from r3.rollout.scored import Scored
 from r3.run.folder import RunDir, write_text
 from r3.run.samples import write_rollouts
+from r3.types import Rollout, TrainedSample
 from tests.run_folder import rollout
 from tests.runs import torchrun
 from tests.tiny import tiny_config
@@ -201,11 +201,15 @@ def test_adapters_are_merged_into_the_weights_once(
     lora = {"rank": 4, "start": "/adapter"}
     write_text(run_dir.config, to_yaml(tiny_config(lora=lora, model={"base": "int8"})))
     sampled = replace(rollout(0, 0), policy_version=version)
-    write_rollouts(run_dir, version + 1, [Scored(index=0, rollout=sampled, advantage=0.0)])
+    write_rollouts(run_dir, version + 1, [unscored(sampled)])
     if kept:
         shutil.copytree(TINY_MOE, tmp_path / kept / f"step_{version:06d}")
     found = flatten(parse([str(tmp_path), "--step", str(version + 1)]).config)
     assert {name: found[name] for name in settings} == settings
+
+
+def unscored(rollout: Rollout) -> TrainedSample:
+    return TrainedSample(rollout=rollout, shaped_reward=0.0, advantage=0.0)
 
 
 def test_rollouts_of_several_versions_are_refused(tmp_path: Path) -> None:
@@ -213,7 +217,7 @@ def test_rollouts_of_several_versions_are_refused(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_text(run_dir.config, to_yaml(tiny_config()))
     resumed = replace(rollout(0, 0), segments=((6, 0), (8, 1)))
-    write_rollouts(run_dir, 2, [Scored(index=0, rollout=resumed, advantage=0.0)])
+    write_rollouts(run_dir, 2, [unscored(resumed)])
     with pytest.raises(ConfigError, match=r"several versions of the policy, \[0, 1\]"):
         parse([str(tmp_path), "--step", "2"])
 

@@ -10,7 +10,7 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.runtime.device import Device
 from tests.errors import message_of
 from tests.talkers import Talker, values
-from tests.tiny import tiny_config
+from tests.tiny import rewards_of, tiny_config
 
 TROUBLE = '''
 import os, time
@@ -109,7 +109,7 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> Trouble:
         rollouts = collected.rollouts
         results[name] = TroubleRound(
             tokens={rollout.prompt_id: rollout.tokens_T.tolist() for rollout in rollouts},
-            rewards=dict(zip((r.prompt_id for r in rollouts), collected.rewards, strict=True)),
+            rewards=dict(zip((r.prompt_id for r in rollouts), rewards_of(collected), strict=True)),
             finish_reasons={rollout.prompt_id: rollout.finish_reason for rollout in rollouts},
             metrics=values(collected.metrics),
             order=[f"{name_of_file}:{line}" for line in order.read_text().split()],

@@ -19,7 +19,7 @@ from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import signature
 from tests.talkers import CHATTY, WITHOUT_CLIENT, Agreement, Talker, Yardstick, values
-from tests.tiny import tiny_config
+from tests.tiny import rewards_of, tiny_config
 
 WORKFLOWS = '''
 import asyncio, random
@@ -201,7 +201,7 @@ def episodes(
             signatures=signature(rollouts),
             turns=[int((each.loss_mask_T[1:] > each.loss_mask_T[:-1]).sum()) for each in rollouts],
             texts=[tokenizer.decode(each.tokens_T) for each in rollouts],
-            rewards=collected.rewards,
+            rewards=rewards_of(collected),
             metrics=values(collected.metrics),
             agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )

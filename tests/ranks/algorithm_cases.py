@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from r3.algo.advantage import StepRewards, dr_grpo
+from r3.algo.advantage import Reward, advantages_of, dr_grpo, less_kl
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
+from r3.algo.packing import with_advantages
 from r3.layers.layout import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
-from r3.policy import Passes, Policy, TokenScores, policy_loss, take_kl_from_reward
-from r3.rollout.scored import Scored
+from r3.policy import Passes, Policy, TokenScores, kl_of_rollouts, policy_loss
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync.rollouts import PackingSpec, distribute, pack_for
-from r3.types import Batch, MicroBatch
+from r3.types import Batch, MicroBatch, Sample
 from tests.pages import ROOT
 from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config
@@ -49,16 +49,18 @@ def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
     """
     config = tiny_config(parallel={"cp": cp}, rollout={"max_response_tokens": 50})
     mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
-    scored = [
-        Scored(index=index, rollout=rollout, advantage=(-1.0) ** index * (0.5 + index))
-        for index, rollout in enumerate(random_rollouts(shape, LENGTHS))
-    ]
-    micro_batch = pack_for(mesh, shape, scored, num_layers=len(shape.moe_layers))
-    batch = Batch(
-        micro_batches=(micro_batch,),
-        num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
-        num_sequences=len(scored),
+    rollouts = dict(enumerate(random_rollouts(shape, LENGTHS)))
+    micro_batch = pack_for(mesh, shape, rollouts, num_layers=len(shape.moe_layers))
+    advantages_R = torch.tensor([(-1.0) ** index * (0.5 + index) for index in rollouts])
+    batch = with_advantages(
+        Batch(
+            micro_batches=(micro_batch,),
+            num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
+            num_sequences=len(rollouts),
+        ),
+        advantages_R,
     )
+    (micro_batch,) = batch.micro_batches
     tokens = local_tokens(micro_batch, mesh, device.torch)
     # Policies near the engine's, made of what travels with the token and so the same in every
     # layout.
@@ -170,11 +172,11 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     reports: dict[str, Any] = {}
     given = (policy, [batch], old, reference)
     rewards = step_rewards(rewards_R, groups_R)
-    shaped = take_kl_from_reward(*given, rewards, config.algo, reports.update)
-    (after,) = shaped.batches
+    kl = kl_of_rollouts(*given, config.algo, reports.update)
+    after = with_advantages(batch, _advantages_less(rewards, kl))
     units_R = torch.arange(count) // 2
     by_episode = step_rewards((units_R % 3).double(), units_R // 2, units_R)
-    (episodes,) = take_kl_from_reward(*given, by_episode, config.algo, lambda _: None).batches
+    episodes = with_advantages(batch, _advantages_less(by_episode, kl))
     by_hand = torch.zeros(count, dtype=torch.float64)
     if mesh.world.size == 1:
         for number, micro_batch in enumerate(batch.micro_batches):
@@ -204,24 +206,26 @@ def _half_filtered(
     batch: Batch,
     old: Sequence[torch.Tensor],
     reference: TokenScores,
-    rewards: StepRewards,
+    rewards: list[Reward],
 ) -> list[float]:
     """Advantages of the whole step if every other response has no loss, as with overlong_filter."""
     kept = [
         replace(one, loss_mask_N=one.loss_mask_N * _of_even_rollouts(one))
         for one in batch.micro_batches
     ]
-    algo = policy.config.algo
-    shaped = take_kl_from_reward(
+    kl = kl_of_rollouts(
         policy,
         [replace(batch, micro_batches=tuple(kept))],
         old,
         replace(reference, loss_mask=tuple(one.loss_mask_N for one in kept)),
-        rewards,
-        algo,
+        policy.config.algo,
         lambda _: None,
     )
-    return shaped.advantages_R.tolist()
+    return _advantages_less(rewards, kl).tolist()
+
+
+def _advantages_less(rewards: Sequence[Reward], kl: Mapping[int, float]) -> torch.Tensor:
+    return advantages_of(less_kl(rewards, kl, 0.1), dr_grpo)
 
 
 def _of_even_rollouts(micro_batch: MicroBatch) -> torch.Tensor:
@@ -253,13 +257,12 @@ def _advantages(batch: Batch, mesh: Mesh) -> list[float]:
 
 def filtered(policy: Policy) -> Filtered:
     """Make one update whose responses were all filtered."""
-    scored = [
-        Scored(index=index, rollout=rollout, advantage=1.0, trains=False)
-        for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
+    samples = [
+        Sample(rollout=replace(rollout, finish_reason="length"))
+        for rollout in random_rollouts(policy.shape, LENGTHS)
     ]
-    (batch,), _ = distribute(
-        scored, policy.mesh, policy.shape, PackingSpec(micro_batch_tokens=128, on_missing="live")
-    )
+    spec = PackingSpec(micro_batch_tokens=128, on_missing="live", filters_truncated=True)
+    (batch,), _ = distribute(samples, policy.mesh, policy.shape, spec)
     update, metrics = one_update(policy, batch, total_updates=10)
     return Filtered(
         denominators=[batch.num_loss_tokens, batch.num_sequences],

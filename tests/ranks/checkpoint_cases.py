@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3.config import Config, with_values
+from r3.partial.source import PartialRollouts, to_files
 from r3.policy import Policy, chained
-from r3.rollout.partial import PartialRollouts, to_files
 from r3.run import checkpoint
 from r3.run.checkpoint import KEYS, UnsoundError, gathered_state
 from r3.run.checkpointer import Checkpointer, SaveError

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import StepRewards
+from r3.algo.advantage import Reward
 from r3.config import Config, with_values
 from r3.layers.layout import LocalTokens
-from r3.policy import Policy, train_on
+from r3.policy import Policy
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
-from tests.policies import LENGTHS, batches_of, build, policy_of
+from tests.policies import LENGTHS, batches_of, build, policy_of, step_rewards, train_step
 from tests.tiny import tiny_config
 
 _LR = 3e-3
@@ -78,7 +78,7 @@ class Reported:
 def epochs(
     device: Device, *, model: str, updates: int, count: int, parallel: dict[str, int]
 ) -> Epochs:
-    """Make a step with `train_on`, and loops over the same batches."""
+    """Make a step with `train_step`, and loops over the same batches."""
     config = tiny_config(
         model,
         parallel=parallel,
@@ -90,7 +90,7 @@ def epochs(
     batches = batches_of(mesh, policy.shape, num_updates=updates, micro_batch_tokens=96)
     start = _weights(policy)
     reported = Reported(policy)
-    train_on(policy, batches, _rewards(), config, step=1, report=reported.report)
+    train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
     after = _weights(policy)
 
     def off_by(**how: Any) -> tuple[float, list[float]]:
@@ -171,9 +171,9 @@ def by_hand(
     return shares
 
 
-def _rewards() -> StepRewards:
+def _rewards() -> list[Reward]:
     numbers_R = torch.arange(len(LENGTHS))
-    return StepRewards(rewards_R=numbers_R.double(), baselines_R=numbers_R // 2, units_R=numbers_R)
+    return step_rewards(numbers_R, numbers_R // 2)
 
 
 def _weights(policy: Policy) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ def variants(device: Device, *, model: str, settings: dict[str, dict[str, Any]])
         batches = batches_of(mesh, policy.shape, micro_batch_tokens=96)
         start = _weights(policy)
         reported = Reported(policy)
-        train_on(policy, batches, _rewards(), config, step=1, report=reported.report)
+        train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
         count = len(batches[0].micro_batches)
         found.append(
             Variant(

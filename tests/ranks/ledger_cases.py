@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from r3.rollout.scored import Scored
+from r3.algo.packing import with_advantages
 from r3.routing.ledger import LedgerError, reconcile
 from r3.routing.replay import Replay
 from r3.runtime.device import Device
 from r3.sync import rollouts as exchange
-from r3.sync.rollouts import PackingSpec, distribute
-from r3.types import Rollout, RouteError
+from r3.sync.rollouts import PackingSpec, Received, distribute
+from r3.types import Rollout, RouteError, Sample
 from tests.errors import message_of
 from tests.policies import LENGTHS, build
 from tests.tiny import random_rollouts, tiny_config
@@ -60,8 +61,8 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> Account:
 
     def dealt(step: Sequence[Rollout], **arguments: Any) -> Any:
         mine = [
-            Scored(index=index, rollout=rollout, advantage=1.0 - index % 3)
-            for index, rollout in enumerate(step)
+            Sample(rollout=rollout)
+            for rollout in step
             if rollout.group % mesh.world.size == mesh.world.rank
         ]
         asked: dict[str, Any] = {
@@ -70,7 +71,9 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> Account:
             "policy_versions": (VERSION,),
             "layers": policy.replay.layers,
         }
-        return distribute(mine, mesh, policy.shape, PackingSpec(**(asked | arguments)))
+        batches, metrics = distribute(mine, mesh, policy.shape, PackingSpec(**(asked | arguments)))
+        advantages_R = torch.tensor([1.0 - index % 3 for index in range(len(step))])
+        return [with_advantages(batch, advantages_R) for batch in batches], metrics
 
     def step_row(step: Sequence[Rollout], **arguments: Any) -> dict[str, float]:
         batches, metrics = dealt(step, **arguments)
@@ -141,9 +144,11 @@ def _beyond(rollout: Rollout) -> Rollout:
     return replace(rollout, routed_experts=routes)
 
 
-def _shifted(items: list[Scored]) -> list[Scored]:
-    return [with_routes(item, np.roll(item.rollout.routed_experts, 1, axis=0)) for item in items]
+def _shifted(items: list[Received]) -> list[Received]:
+    return [
+        with_routes(item, np.roll(item.sample.rollout.routed_experts, 1, axis=0)) for item in items
+    ]
 
 
-def _layers(items: list[Scored]) -> list[Scored]:
-    return [with_routes(item, item.rollout.routed_experts[:, ::-1]) for item in items]
+def _layers(items: list[Received]) -> list[Received]:
+    return [with_routes(item, item.sample.rollout.routed_experts[:, ::-1]) for item in items]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from r3.config import Config
-from r3.policy import train_on
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from tests.policies import (
@@ -18,8 +17,8 @@ from tests.policies import (
     experts_as_on_cuda,
     one_update,
     policy_of,
-    step_rewards,
     tensors_with,
+    train_step,
 )
 from tests.tiny import tiny_config
 
@@ -57,10 +56,8 @@ def _kept(device: Device, mesh: Mesh, config: Config) -> Kept:
 
     def trained() -> set[int]:
         batches = batches_of(mesh, policy.shape, LENGTHS, num_updates=2)
-        rewards = step_rewards(torch.ones(len(LENGTHS)), torch.arange(len(LENGTHS)) // 2)
         reported: dict[str, Any] = {}
-        report = reported.update
-        train_on(policy, batches, rewards, config, step=1, report=report)
+        train_step(policy, batches, config, report=reported.update)
         return {one.num_tokens for batch in batches for one in batch.micro_batches}
 
     counts = sorted(trained())
@@ -97,9 +94,8 @@ def alive_afterwards(device: Device) -> dict[str, list[bool]]:
 
 def _alive(device: Device, mesh: Mesh, *, close: bool) -> list[bool]:
     policy = policy_of(device, mesh, tiny_config())
-    rewards = step_rewards(torch.arange(4.0), torch.zeros(4))
     batches = batches_of(mesh, policy.shape, LENGTHS[:4])
-    train_on(policy, batches, rewards, policy.config, step=1, report=lambda _metrics: None)
+    train_step(policy, batches, policy.config, report=lambda _metrics: None)
     found = [weakref.ref(each) for each in (policy.wrapped[0], policy.optimizer)]
     if close:
         policy.close()

@@ -12,13 +12,21 @@ import torch
 from r3.algo.packing import part_of
 from r3.metrics import Mean
 from r3.metrics.mismatch import mismatch
-from r3.policy import Passes, Policy, train_on
+from r3.policy import Passes, Policy, policy_loss
 from r3.routing.ledger import routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
 from tests.errors import message_of
-from tests.policies import batches_of, build, one_update, policy_of, read_back, step_rewards
+from tests.policies import (
+    batches_of,
+    build,
+    one_update,
+    policy_of,
+    read_back,
+    step_rewards,
+    train_step,
+)
 from tests.tiny import tiny_config
 
 
@@ -105,12 +113,9 @@ class Modes:
 
 def consistency(device: Device, *, model: str, ep: int) -> Consistency:
     """E7: the first update against the old pass: replay in both, in one, with recorded routes."""
-    from r3.policy import policy as module
-
     mesh, policy = build(device, tiny_config(model, parallel={"ep": ep}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     ratios: list[torch.Tensor] = []
-    real = module.policy_loss
 
     def watched(
         config: Any,
@@ -126,15 +131,15 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         now_N = logprobs_N.detach()
         old_N = passes.old[number] if passes.old else now_N
         ratios.append((now_N - old_N).exp()[tokens.loss_mask_N > 0])
-        return real(config, batch, tokens, cp, logprobs_N, passes, number=number, **more)
+        return policy_loss(config, batch, tokens, cp, logprobs_N, passes, number=number, **more)
 
-    module.policy_loss = watched
     old_passes = {}
     for old_mode in ("replay", "live", "record"):
         scores = policy.score(batch.micro_batches, mode=old_mode)
         recorded = scores.ledger.recorded if old_mode == "record" else None
         ratios.clear()
-        metrics = policy.forward_backward(batch, Passes(old=scores.logprobs, recorded=recorded))
+        passes = Passes(old=scores.logprobs, recorded=recorded)
+        metrics = policy.forward_backward(batch, passes, loss=watched)
         ratio = torch.cat(ratios)
         old_passes[old_mode] = OldPass(
             tokens=len(ratio),
@@ -151,7 +156,6 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         _, metrics = one_update(policy, batch, Passes(recorded=recorded), total_updates=100)
         agreement.append(metrics["routing/agreement"].total / metrics["routing/agreement"].count)
         kept_routes.append(_keeps(policy, batch, recorded))
-    module.policy_loss = real
     return Consistency(old_passes=old_passes, agreement=agreement, kept_routes=kept_routes)
 
 
@@ -220,9 +224,8 @@ def modes(device: Device, *, model: str) -> Modes:
             return real(micro_batches, mode=mode, **rest)
 
         policy.score = counting  # type: ignore[method-assign]  # the real one, counted
-        train_on(
-            policy, batches, step_rewards(nothing_R, nothing_R), setting, step=2, report=report
-        )
+        rewards = step_rewards(nothing_R, nothing_R)
+        train_step(policy, batches, setting, rewards=rewards, step=2, report=report)
         policy.score = real  # type: ignore[method-assign]
         reports[name] = ModeReport(
             scored=[list(each) for each in scored],

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from r3.algo.packing import with_advantages
 from r3.config import OF_OBJECTIVE, with_values
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rows import columns_of
@@ -14,11 +15,10 @@ from r3.metrics import Mean
 from r3.objectives.rows import as_rollout
 from r3.policy import Policy
 from r3.policy.weight_slots import named
-from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync.rollouts import PackingSpec, distribute
-from r3.types import Batch
+from r3.types import Batch, Sample
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config
 
@@ -72,13 +72,13 @@ def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
 
 def _batch(policy: Policy, mesh: Mesh, dataset: Dataset) -> Batch:
     scored = [
-        Scored(index=index, rollout=as_rollout(row, index, 0), advantage=1.0)
+        Sample(rollout=as_rollout(row, index, 0))
         for index, row in enumerate(dataset.prompts)
         if index % mesh.world.size == mesh.world.rank
     ]
     spec = PackingSpec.of_step(policy.config, policy.replay.layers, 0)
     (batch,), _ = distribute(scored, mesh, policy.shape, spec)
-    return batch
+    return with_advantages(batch, torch.ones(len(dataset.prompts)))
 
 
 def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -> Supervised:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from r3.algo.packing import with_advantages
 from r3.config import with_values
 from r3.layers.layout import local_tokens
-from r3.policy import Passes, Policy, policy_loss, train_on
-from r3.rollout.scored import Scored
+from r3.policy import Passes, Policy, policy_loss
 from r3.runtime.device import Device
 from r3.sync.rollouts import PackingSpec, distribute
-from r3.types import Batch, Rollout
-from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
+from r3.types import Batch, Rollout, Sample
+from tests.policies import LENGTHS, batches_of, build, one_update, train_step
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -71,12 +71,13 @@ def taught(
         for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
     ]
     mine = [
-        Scored(index=index, rollout=rollout, advantage=0.3 * index)
-        for index, rollout in enumerate(rollouts)
+        Sample(rollout=rollout)
+        for rollout in rollouts
         if rollout.group % mesh.world.size == mesh.world.rank
     ]
     spec = PackingSpec(micro_batch_tokens=128, on_missing="live", layers=policy.replay.layers)
     (batch,), _ = distribute(mine, mesh, policy.shape, spec)
+    batch = with_advantages(batch, 0.3 * torch.arange(len(rollouts)))
     scored = policy.teachers.logprobs(batch.micro_batches)
     alone = mesh.world.size == 1
     by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
@@ -115,7 +116,7 @@ class Bypassed:
 
 
 def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
-    """Make a step with `train_on`, and the same one with advantages made here."""
+    """Make a step with `train_step`, and the same one with advantages made here."""
     config = tiny_config(
         model,
         algo={"teacher": tuple(teachers[:1]), "correction": "bypass", "loss": "ppo_clip"},
@@ -133,8 +134,7 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
         for name, part in parts.items():
             reports.setdefault(name, []).append(part)
 
-    count = torch.zeros(len(LENGTHS), dtype=torch.float64)
-    train_on(policy, batches, step_rewards(count, count), config, step=1, report=report)
+    train_step(policy, batches, config, report=report)
     after = [slot.tensor.clone() for slot in policy.slots]
 
     # By hand: log pi_teacher - log mu is the advantage of the token, and there is no teacher.

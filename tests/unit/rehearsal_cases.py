@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
+from r3.algo.packing import with_advantages
 from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.backends.dispatch import Transfer
@@ -25,8 +26,7 @@ from r3.judges.model import Batches
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
-from r3.policy import Policy, memory, scoring, train_on
-from r3.rollout.scored import Scored
+from r3.policy import Policy, memory, scoring
 from r3.runtime.device import (
     Device,
     SideStream,
@@ -41,7 +41,7 @@ from r3.sync.rollouts import pack_for
 from r3.sync.weights import WeightStream
 from r3.types import Batch
 from tests.fake_cuda import Order, fake_world
-from tests.policies import in_backward, step_rewards
+from tests.policies import in_backward, step_rewards, train_step
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched
 
@@ -72,12 +72,12 @@ def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
     layers = len(shape.moe_layers)
     rollouts = random_rollouts(shape, [17, 30, 9])
     rollouts[1].routed_experts[3:5] = -1
-    parts = [
-        pack_for(mesh, shape, [Scored(index=i, rollout=one, advantage=0.5)], num_layers=layers)
-        for i, one in enumerate(rollouts)
-    ]
+    parts = [pack_for(mesh, shape, {i: one}, num_layers=layers) for i, one in enumerate(rollouts)]
     return [
-        Batch(micro_batches=tuple(some), num_loss_tokens=50, num_sequences=len(some))
+        with_advantages(
+            Batch(micro_batches=tuple(some), num_loss_tokens=50, num_sequences=len(some)),
+            torch.full((len(parts),), 0.5),
+        )
         for some in (parts[:2], parts[2:])
     ]
 
@@ -89,12 +89,11 @@ def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Po
     stash = trained.memory._stash
     reserved = set(stash.coming)
     reported: dict[str, Any] = {}
-    train_on(
+    train_step(
         trained,
         batches,
-        step_rewards(torch.ones(3), torch.tensor([0, 0, 1])),
         config,
-        step=1,
+        rewards=step_rewards(torch.ones(3), torch.tensor([0, 0, 1])),
         report=reported.update,
     )
     trained.offload()

@@ -11,8 +11,6 @@ import torch
 from r3 import checks
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError, fixed_changes, from_yaml, to_yaml
-from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
 from r3.run.ends import failure_text
 from r3.tools.check import check_task
@@ -94,21 +92,9 @@ def test_loss_gets_inputs_bounds_and_typed_arguments(file: Path) -> None:
 
 
 def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
-    """Through `score_all`, which gives every rollout of this rank its advantage."""
     rewards_R, groups_R = example_rewards()
-    units_R = torch.arange(len(rewards_R))
-    rewards = Rewards(
-        rewards_R=rewards_R,
-        given_R=rewards_R,
-        trains_R=torch.ones(len(rewards_R), dtype=torch.bool),
-        groups_R=groups_R,
-        baselines_R=groups_R,
-        names_R=(),
-        units_R=units_R,
-    )
     config = tiny(advantage=f"{file}:raw", args=("offset=10",))
     assert torch.equal(advantage_of(config.algo)(rewards_R, groups_R), rewards_R + 10)
-    assert score_all(CollectedRollouts(rollouts=[], rewards=[]), rewards, config) == []
 
 
 def test_arguments_name_the_function_they_are_for(file: Path) -> None:

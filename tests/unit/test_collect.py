@@ -19,16 +19,14 @@ from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collect import rollout_metrics, without_end
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import (
     ConversationRules,
     ConversationSetup,
     EnvironmentFailed,
-    SuspendedConversation,
 )
-from r3.rollout.round import Round
+from r3.rollout.round import Round, RoundResult
 from r3.types import Prompt
-from tests.tiny import BASE, tiny_config, tokenizer_folder
+from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
 pytestmark = pytest.mark.unit
 
@@ -162,11 +160,11 @@ class Script:
         samples: int = 1,
         says: str = "hello",
         token_budget: int = 0,
-        resumed: Sequence[SuspendedConversation] = (),
+        resumed: Sequence[Any] = (),
         tools: tuple[Mapping[str, Any], ...] = (),
         answer: str = "",
         **env: Any,
-    ) -> CollectedRollouts:
+    ) -> RoundResult:
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
         setup = ConversationSetup.of(settings, self.tokenizer, "tiny")
         assert setup.chat is not None
@@ -224,7 +222,7 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def shares(collected: CollectedRollouts) -> list[float | None]:
+def shares(collected: RoundResult) -> list[float | None]:
     """Shares of conversations rewarded by environment, by functions, and unfinished."""
     parts = [
         collected.metrics[f"reward/{name}_frac"]
@@ -236,42 +234,42 @@ def shares(collected: CollectedRollouts) -> list[float | None]:
 def test_an_unfinished_conversation_gets_the_declared_reward(script: Script) -> None:
     scorer = script.scorer("refuse")
     collected = script.play("Late", scorer, max_turns=2, unfinished_reward=-0.5)
-    assert collected.rewards == [-0.5]
+    assert rewards_of(collected) == [-0.5]
     assert collected.rollouts[0].finish_reason == "turns"
     assert shares(collected) == [0, 0, 1]
 
 
 def test_without_env_functions_score_what_the_environment_did_not(script: Script) -> None:
-    assert script.play("Late", script.scorer("refuse")).rewards == [1.0]
+    assert rewards_of(script.play("Late", script.scorer("refuse"))) == [1.0]
     collected = script.play("Half", script.scorer("length"), prompts=4)
-    assert collected.rewards == [1.0, 5.0, 1.0, 5.0]
+    assert rewards_of(collected) == [1.0, 5.0, 1.0, 5.0]
     assert shares(collected) == [0.5, 0.5, 0]
 
 
 def test_env_is_a_weighted_part_of_the_reward(script: Script) -> None:
     scorer = script.scorer("env", "length", weights=(2.0, 0.1))
     collected = script.play("Late", scorer)
-    assert collected.rewards == [2.0 + 0.1 * 5]
-    assert collected.parts == {(0, 0): {"env": 1.0, "length": 5.0}}
+    assert rewards_of(collected) == [2.0 + 0.1 * 5]
+    assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
     assert shares(collected) == [1, 1, 0]
 
 
 def test_an_unfinished_conversation_has_the_declared_part(script: Script) -> None:
     scorer = script.scorer("env", "length", weights=(2.0, 0.1))
     collected = script.play("Late", scorer, max_turns=2, unfinished_reward=-0.5)
-    assert collected.rewards == [-1.0 + 0.1 * 5]
+    assert rewards_of(collected) == [-1.0 + 0.1 * 5]
     assert shares(collected) == [0, 1, 1]
 
 
 def test_a_weight_of_0_only_reports_the_function(script: Script) -> None:
     collected = script.play("Late", script.scorer("env", "length", weights=(1.0, 0.0)))
-    assert collected.rewards == [1.0]
-    assert collected.parts == {(0, 0): {"env": 1.0, "length": 5.0}}
+    assert rewards_of(collected) == [1.0]
+    assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
 
 
 def test_reward_function_none_leaves_rewards_to_the_environment(script: Script) -> None:
     collected = script.play("Late", script.scorer("none"))
-    assert collected.rewards == [1.0] and collected.parts == {(0, 0): {"env": 1.0}}
+    assert rewards_of(collected) == [1.0] and parts_of(collected) == {(0, 0): {"env": 1.0}}
     assert shares(collected) == [1, 0, 0]
 
 
@@ -282,7 +280,10 @@ def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
             for numbers in ranks
         ]
         merged = _merge(
-            [{key: [part] for key, part in rollout_metrics(each).items()} for each in rounds]
+            [
+                {key: [part] for key, part in rollout_metrics(each.samples).items()}
+                for each in rounds
+            ]
         )
         reported = [rollout.metrics for each in rounds for rollout in each.rollouts]
         return {key: merged[key] for key in ("env/share", "env/turn", "reward/tenth")}, reported
@@ -299,15 +300,15 @@ def test_bad_metrics_of_an_environment_are_failures(script: Script) -> None:
     with pytest.raises(EnvironmentFailed, match="metric 'turn' is nan, not a finite number"):
         script.play("Loose", script.scorer("none"))
     collected = script.play("Loose", script.scorer("none"), on_error="zero")
-    assert collected.rewards == [0.0] and collected.rollouts[0].metrics == {}
+    assert rewards_of(collected) == [0.0] and collected.rollouts[0].metrics == {}
 
 
 def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
     says = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     collected = script.play("Calls", script.scorer("none"), says=says)
-    assert collected.rewards == [1.0]
+    assert rewards_of(collected) == [1.0]
     assert collected.rollouts[0].messages[-1] == {"role": "assistant", "content": says}
-    assert script.play("Calls", script.scorer("none")).rewards == [0.0]
+    assert rewards_of(script.play("Calls", script.scorer("none"))) == [0.0]
 
 
 @pytest.mark.parametrize("function", ["none", "env"])
@@ -315,7 +316,7 @@ def test_an_environment_that_owes_a_reward_has_failed(script: Script, function: 
     with pytest.raises(EnvironmentFailed, match="ended without a reward"):
         script.play("Silent", script.scorer(function))
     collected = script.play("Silent", script.scorer(function), on_error="zero")
-    assert collected.rewards == [0.0]
+    assert rewards_of(collected) == [0.0]
     assert shares(collected) == [None, None, None], "failed conversations are counted elsewhere"
 
 
@@ -401,7 +402,7 @@ def fail():
 def test_on_error_covers_suspended_environments(script: Script, name: str, on_error: str) -> None:
     script.file.write_text(STATES)
 
-    def two_rounds() -> tuple[CollectedRollouts, CollectedRollouts]:
+    def two_rounds() -> tuple[RoundResult, RoundResult]:
         # The budget ends with the first message, which is whole: one token and the end.
         settings: dict[str, Any] = {"on_error": on_error, "token_budget": 2, "says": "7"}
         first = script.play(name, script.scorer("none"), **settings)
@@ -416,7 +417,7 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
         return
     first, second = two_rounds()
     assert len(first.suspended) == (name == "Lost") and not second.suspended
-    rewards = [*first.rewards, *second.rewards]
+    rewards = [*rewards_of(first), *rewards_of(second)]
     assert rewards == ([0.0] if on_error == "zero" else [])
 
 
@@ -431,15 +432,15 @@ def test_resumed_turns_do_not_wait_for_slow_environments(script: Script) -> None
 def test_samples_of_a_prompt_are_scored_together(script: Script) -> None:
     """Also if the environment rewarded some groups itself: those are not scored by functions."""
     collected = script.play("Half", script.scorer("group_size", "length"), prompts=2, samples=3)
-    assert collected.rewards == [1.0] * 3 + [3.0 + 5.0] * 3
-    assert collected.parts[1, 0] == {"group_size": 3.0, "length": 5.0}
+    assert rewards_of(collected) == [1.0] * 3 + [3.0 + 5.0] * 3
+    assert parts_of(collected)[1, 0] == {"group_size": 3.0, "length": 5.0}
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error: str) -> None:
     scorer = script.scorer("group_size")
     collected = script.play("Fails", scorer, samples=3, on_error=on_error)
-    assert sorted(collected.rewards) == [0.0] * (on_error == "zero") + [2.0, 2.0]
+    assert sorted(rewards_of(collected)) == [0.0] * (on_error == "zero") + [2.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
@@ -472,7 +473,7 @@ def test_a_message_has_one_text_and_each_end_ends_its_turn(
     heard = [{"role": "user", "content": said + end} for end in ("<|im_end|>", "")]
     reply = {"role": "assistant", "content": said}
     assert list(rollout.messages) == [*first, reply, heard[0], reply, heard[1], reply]
-    assert rollout.response == said and collected.rewards == [float(len(said))]
+    assert rollout.response == said and rewards_of(collected) == [float(len(said))]
     whole = script.tokenizer.apply_chat_template(list(rollout.messages), tokenize=False)
     sampled = f"{said}{script.tokenizer.eos_token}"
     shown = whole.replace(f"assistant\n{said}<|im_end|>", f"assistant\n{sampled}").rstrip("\n")
@@ -506,7 +507,7 @@ def test_results_of_several_calls_are_shown_once_and_never_rewarded(script: Scri
     reply = {"role": "assistant", "content": said}
     results = [{"role": "tool", "content": f"#### {name}"} for name in (7, 8)]
     assert list(rollout.messages[1:]) == [reply, *results, reply, *results, reply]
-    assert rollout.response == said and collected.rewards == [0.0]
+    assert rollout.response == said and rewards_of(collected) == [0.0]
 
 
 def test_the_end_of_a_cut_message_is_not_learned(script: Script) -> None:

@@ -18,13 +18,13 @@ from r3 import assets, checks
 from r3.agents.command import Command
 from r3.agents.workflows import Workflows
 from r3.config import EnvConfig
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.round import RoundResult
 from r3.types import Prompt
 from tests.rounds import play_round
 from tests.sources import ROOT
 from tests.talkers import WITHOUT_CLIENT, values
-from tests.tiny import tiny_config
+from tests.tiny import rewards_of, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +39,7 @@ message = chat(task["messages"])
 )
 
 
-def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> CollectedRollouts:
+def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> RoundResult:
     """One round of episodes of the agent, with the rest of its program."""
     file = folder / "agent.py"
     file.write_text(AGENT + rest)
@@ -71,7 +71,7 @@ def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> CollectedR
 )
 def test_a_reward_is_read_from_the_result(tmp_path: Path, rest: str, reward: float) -> None:
     collected = play(tmp_path, rest)
-    assert collected.rewards == [reward]
+    assert rewards_of(collected) == [reward]
     assert "hello" in collected.rollouts[0].response
 
 
@@ -109,7 +109,7 @@ def test_a_command_is_tried_again(tmp_path: Path) -> None:
     rest = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); sys.exit(1)\n"
     collected = play(tmp_path, rest.replace("; sys", "\n    sys").replace(": open", ":\n    open")
                      + "result('1')", retries=1)  # fmt: skip
-    assert collected.rewards == [1.0]
+    assert rewards_of(collected) == [1.0]
     found = values(collected.metrics)
     assert (found["env/errors"], found["env/retries"], found["env/dropped"]) == (1, 1, 0)
 
@@ -117,7 +117,7 @@ def test_a_command_is_tried_again(tmp_path: Path) -> None:
 def test_an_agent_that_dies_of_a_limit_is_unfinished(tmp_path: Path) -> None:
     rest = "while True: chat(task['messages'])"
     collected = play(tmp_path, rest, max_turns=3, unfinished_reward=-0.5)
-    assert set(collected.rewards) == {-0.5} and collected.rollouts[0].finish_reason == "turns"
+    assert set(rewards_of(collected)) == {-0.5} and collected.rollouts[0].finish_reason == "turns"
 
 
 def test_workers_limit_the_commands_at_once(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ os.remove(mine)
 result(str(count))
 """
     collected = play(tmp_path, rest, prompts=5, workers=2)
-    assert len(collected.rewards) == 5 and max(collected.rewards) <= 2
+    assert len(rewards_of(collected)) == 5 and max(rewards_of(collected)) <= 2
 
 
 def gone(file: Path) -> bool:

@@ -22,8 +22,8 @@ from r3.agents.workflows import Workflows
 from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
 from r3.envs.workflow import Model
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
+from r3.rollout.round import RoundResult
 from r3.types import Prompt, Rollout
 from tests.rounds import play_round
 from tests.talkers import values
@@ -58,7 +58,7 @@ class Played:
         names = ("max_turns", "on_error", "tool_parser", "reasoning_parser")
         env = {name: options.pop(name) for name in names if name in options}
         workflows = Workflows(EnvConfig(**env), Served)
-        collected: CollectedRollouts
+        collected: RoundResult
         collected, self.turns = play_round(
             workflows, self.tokenizer, {0: PROMPT}, says=says, **options
         )

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from r3.algo.packing import pack
-from r3.rollout.codec import checksums, decode, encode
-from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, captured_rows, reconcile
-from r3.sync.rollouts import find_damage
-from r3.types import Rollout
+from r3.runtime.mesh import Axis
+from r3.sync.rollouts import checksums, find_damage, send_samples
+from r3.types import Rollout, Sample
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
 pytestmark = pytest.mark.unit
+ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
 def without(sample: Rollout, rows: list[int]) -> Rollout:
@@ -75,11 +75,13 @@ def test_both_ends_of_the_account_must_agree() -> None:
 @pytest.mark.parametrize("layers", [None, (0, 1), (1,), ()])
 def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -> None:
     rollouts = [rollout([1, 2, 3, 4, 5], 2), rollout([6, 7, 8], 1, seed=1)]
-    items = [Scored(index=i, rollout=sample, advantage=0.5) for i, sample in enumerate(rollouts)]
-    arrived = decode(encode(items, layers))
+    rollouts[1] = replace(rollouts[1], group=1)
+    samples = [Sample(rollout=each) for each in rollouts]
+    places = None if layers is None else [layers]
+    arrived = send_samples(samples, {(0, 0, 0): [0], (1, 0, 0): [0]}, ALONE, layers_of=places)
     wanted = range(2) if layers is None else layers
-    for item, sample in zip(arrived, rollouts, strict=True):
-        routes = item.rollout.routed_experts
+    for item, sample in zip(arrived.values(), rollouts, strict=True):
+        routes = item.sample.rollout.routed_experts
         np.testing.assert_array_equal(
             routes, sample.routed_experts[:, list(wanted), : 2 if len(wanted) else 0]
         )
@@ -87,9 +89,6 @@ def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -
         # (T-1) * L * K * b
         assert routes.nbytes == (len(sample.tokens_T) - 1) * len(wanted) * 2 * 1
         assert item.checksums == checksums(sample.tokens_T, routes)
-    whole, part = len(encode(items)), len(encode(items, (1,)))
-    # Six rows, one layer less, top-2: the message itself is shorter
-    assert whole - part >= 6 * 1 * 2
 
 
 def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
@@ -97,13 +96,13 @@ def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
     packing that differs.
     """
     rollouts = [rollout([1, 2, 3, 4, 5], 2), rollout([5, 6, 7, 8, 9], 2, seed=1)]
-    items = [Scored(index=i, rollout=sample, advantage=0.5) for i, sample in enumerate(rollouts)]
-    mine = {item.index: item for item in decode(encode(items))}
+    sent = [replace(each, group=group) for group, each in enumerate(rollouts)]
+    samples = [Sample(rollout=each) for each in sent]
+    arrived = send_samples(samples, {each.key: [0] for each in sent}, ALONE)
+    mine = dict(enumerate(arrived.values()))
 
     def packed(*rollouts: Rollout) -> str:
-        return find_damage(
-            pack(rollouts, [0, 1], [0.5, 0.5], **MOE, multiple=4, sequence_multiple=2), mine
-        )
+        return find_damage(pack(rollouts, [0, 1], **MOE, multiple=4, sequence_multiple=2), mine)
 
     assert packed(*rollouts) == ""
     one, two = rollouts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from r3.algo.packing import (
     packing_efficiency,
     part_of,
     plan_updates,
+    with_advantages,
 )
-from r3.types import MicroBatch, Rollout
+from r3.types import Batch, MicroBatch, Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
@@ -39,13 +40,24 @@ def in_groups_of(size: int, count: int) -> list[int]:
     return [index // size for index in range(count)]
 
 
+def scored(packed: MicroBatch, advantages: Mapping[int, float]) -> MicroBatch:
+    """The micro-batch with these advantages, by rollout id."""
+    advantages_R = torch.zeros(max(advantages) + 1, dtype=torch.float64)
+    for index, advantage in advantages.items():
+        advantages_R[index] = advantage
+    batch = Batch(micro_batches=(packed,), num_loss_tokens=1, num_sequences=1)
+    (changed,) = with_advantages(batch, advantages_R).micro_batches
+    assert torch.equal(changed.loss_mask_N, packed.loss_mask_N)
+    return changed
+
+
 # --- pack -------------------------------------------------------------------------------------
 
 
 def test_alignment_is_the_one_drawn_in_types() -> None:
     """x0 x1 are the prompt, x2 x3 x4 were sampled with p2 p3 p4, e0 .. e3 processed x0 .. x3."""
     sample = rollout([10, 11, 12, 13, 14], 3)
-    packed = pack([sample], [6], [1.5], **MOE)
+    packed = scored(pack([sample], [6], **MOE), {6: 1.5})
 
     assert packed.tokens_N.tolist() == [10, 11, 12, 13, 14]
     assert packed.targets_N.tolist() == [11, 12, 13, 14, 0]
@@ -77,7 +89,7 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
 
 def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
     rollouts = [rollout([1, 2, 3, 4], 2, seed=1), rollout([5, 6, 7], 1, seed=2)]
-    packed = pack(rollouts, [9, 3], [1.0, -2.0], **MOE, multiple=4)
+    packed = scored(pack(rollouts, [9, 3], **MOE, multiple=4), {9: 1.0, 3: -2.0})
     assert packed.num_tokens == 8
     assert packed.cu_seqlens == (0, 4, 7, 8)
     assert packed.rollout_ids == (9, 3, -1)
@@ -95,7 +107,7 @@ def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
 
 
 def test_a_multiple_that_divides_needs_no_filler() -> None:
-    packed = pack([rollout([1, 2, 3, 4], 2)], [0], [1.0], **MOE, multiple=4)
+    packed = pack([rollout([1, 2, 3, 4], 2)], [0], **MOE, multiple=4)
     assert packed.rollout_ids == (0,)
     assert packed.num_tokens == 4
 
@@ -108,7 +120,7 @@ def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
         tokens = rng.integers(0, 100, length).tolist()
         rollouts.append(rollout(tokens, int(rng.integers(1, length)), seed=number))
     advantages = rng.normal(size=6).tolist()
-    packed = pack(rollouts, range(6), advantages, **MOE, multiple=16)
+    packed = scored(pack(rollouts, range(6), **MOE, multiple=16), dict(enumerate(advantages)))
     n = 0
     for sample, advantage in zip(rollouts, advantages, strict=True):
         length = len(sample.tokens_T)
@@ -135,7 +147,7 @@ def test_multi_turn_masks_keep_their_holes() -> None:
     sample = replace(
         rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32)
     )
-    packed = pack([sample], [0], [1.0], **MOE)
+    packed = pack([sample], [0], **MOE)
     assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
 
 
@@ -143,12 +155,12 @@ def test_missing_rows_stay_missing() -> None:
     sample = rollout([1, 2, 3, 4, 5], 2)
     routes = sample.routed_experts.copy()
     routes[1] = -1
-    packed = pack([replace(sample, routed_experts=routes)], [0], [1.0], **MOE)
+    packed = pack([replace(sample, routed_experts=routes)], [0], **MOE)
     assert packed.captured_N.tolist() == [True, False, True, True, False]
 
 
 def test_dense_models_have_no_routes() -> None:
-    packed = pack([rollout([1, 2, 3], 1, dense=True)], [0], [1.0], **DENSE, multiple=8)
+    packed = pack([rollout([1, 2, 3], 1, dense=True)], [0], **DENSE, multiple=8)
     assert packed.routed_experts_NLK.shape == (8, 0, 0)
     assert filler_micro_batch(**DENSE).routed_experts_NLK.shape == (4, 0, 0)
 
@@ -158,7 +170,7 @@ def test_pack_does_not_alias_or_change_the_rollout() -> None:
     before = [
         array.copy() for array in (sample.tokens_T, sample.loss_mask_T, sample.routed_experts)
     ]
-    packed = pack([sample], [0], [1.0], **MOE)
+    packed = pack([sample], [0], **MOE)
     for tensor in (packed.tokens_N, packed.loss_mask_N, packed.routed_experts_NLK):
         tensor.fill_(7)
     for array, old in zip(
@@ -177,7 +189,7 @@ def test_filler_micro_batch(multiple: int, tokens: int) -> None:
     assert not filler.advantages_N.any()
     assert (filler.routed_experts_NLK >= 0).all()
     assert count_loss_tokens([filler]) == 0
-    empty = pack([], [], [], **MOE, multiple=multiple)
+    empty = pack([], [], **MOE, multiple=multiple)
     assert empty.rollout_ids == (-1,)
     assert empty.num_tokens == tokens
 
@@ -229,15 +241,13 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
 )
 def test_pack_refuses(sample: Rollout, fault: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout 4 \(prompt0/0\): .*{fault}"):
-        pack([sample], [4], [1.0], **MOE)
+        pack([sample], [4], **MOE)
 
 
 def test_pack_refuses_wrong_arguments() -> None:
     sample = rollout([1, 2, 3], 1)
-    with pytest.raises(ValueError, match="its advantage is nan"):
-        pack([sample], [0], [float("nan")], **MOE)
     with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
-        pack([sample], [0], [1.0], **DENSE)
+        pack([sample], [0], **DENSE)
 
 
 # --- plan -------------------------------------------------------------------------------------
@@ -407,7 +417,7 @@ def test_plan_and_pack_together_keep_every_loss_token() -> None:
         lengths, in_groups_of(4, 24), num_updates=2, num_ranks=3, micro_batch_tokens=64, multiple=8
     )
     micro_batches = [
-        pack([rollouts[i] for i in ids], ids, [1.0] * len(ids), **MOE, multiple=8)
+        pack([rollouts[i] for i in ids], ids, **MOE, multiple=8)
         for update in updates
         for rank in update.micro_batches
         for ids in rank
@@ -424,7 +434,7 @@ def of_lengths(*lengths: int) -> MicroBatch:
     """Sequences of these lengths, every token another."""
     tokens = iter(range(3, 1000))
     rollouts = [rollout([next(tokens) for _ in range(length)], 2) for length in lengths]
-    return pack(rollouts, range(len(lengths)), [1.0] * len(lengths), **MOE)
+    return pack(rollouts, range(len(lengths)), **MOE)
 
 
 @pytest.mark.parametrize(("tokens", "multiple", "turn"), [(1, 1, 0), (9, 4, 1), (12, 2, 5)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,18 @@ import pytest
 from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
-from r3.rollout.codec import decode, encode, join_arrays, rollout_facts
-from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.conversation import Progress, SuspendedConversation
-from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
-from r3.rollout.scored import Scored
+from r3.partial import source
+from r3.partial.episode import Progress, SuspendedConversation
+from r3.partial.source import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
+from r3.rollout.dump import join_arrays, rollout_facts
 from r3.routing.ledger import admit
 from r3.run.folder import RunDir
 from r3.run.manifest import damage_of, measure_durably, write_manifest
 from r3.run.samples import read_rollouts, write_rollouts
 from r3.run.state import RunState
 from r3.runtime.mesh import Axis
-from r3.types import Prompt, Rollout, RouteError
+from r3.sync.rollouts import send_samples
+from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
 from tests.tiny import random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
@@ -78,9 +79,7 @@ def partial_rollouts() -> PartialRollouts:
     """Groups 1 and 3 wait; one conversation of group 1 is finished."""
     return PartialRollouts(
         suspended=(suspended(1, 0, 2, (8, 3)), suspended(3, 0), suspended(3, 1)),
-        finished=CollectedRollouts(
-            rollouts=[rollout_of(1, 1, 2)], rewards=[0.1], parts={(1, 1): {"gsm8k": 0.1}}
-        ),
+        finished=(Sample(rollout=rollout_of(1, 1, 2), reward=0.1, parts={"gsm8k": 0.1}),),
         prompts_taken=17,
     )
 
@@ -92,12 +91,13 @@ def same(one: PartialRollouts, other: PartialRollouts) -> bool:
 
 def held(partial: PartialRollouts) -> list[Any]:
     finished = partial.finished
-    rollouts = [*(each.rollout for each in partial.suspended), *finished.rollouts]
+    rollouts = [each.rollout for each in (*partial.suspended, *finished)]
     return [
         [(each.prompt, each.progress, each.environment) for each in partial.suspended],
         list(map(rollout_facts, rollouts)),
         {name: array.tobytes() for name, array in join_arrays(rollouts).items()},
-        (finished.rewards, finished.parts, partial.prompts_taken),
+        [(each.reward, each.parts) for each in finished],
+        partial.prompts_taken,
     ]
 
 
@@ -129,8 +129,8 @@ def test_renumbering_changes_only_group_numbers() -> None:
     renumbered = partial_rollouts().renumbered({1: 0, 3: 1})
     assert partial_rollouts().groups == [1, 3] and renumbered.groups == [0, 1]
     assert [each.rollout.group for each in renumbered.suspended] == [0, 1, 1]
-    assert [rollout.group for rollout in renumbered.finished.rollouts] == [0]
-    assert renumbered.finished.parts == {(0, 1): {"gsm8k": 0.1}}
+    (finished,) = renumbered.finished
+    assert finished.rollout.key == (0, 1, 0) and finished.parts == {"gsm8k": 0.1}
     origins = [each.progress.seed_origin for each in renumbered.suspended]
     assert origins == [(3, 1), (4, 3), (4, 3)], "random streams keep their names"
     assert same(renumbered.renumbered({0: 1, 1: 3}), partial_rollouts())
@@ -145,11 +145,28 @@ def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> N
     assert first.rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
 
 
+def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
+    """Its classes were in other modules, and rewards stood beside rollouts."""
+    before = source._Before()
+    before.rollouts, before.rewards = [rollout_of(1, 1, 2)], [0.1]
+    before.parts = {(1, 1): {"gsm8k": 0.1}}
+    content = pickle.dumps(replace(partial_rollouts(), finished=before), protocol=2)
+    for now, then in (
+        (b"r3.partial.source\nPartialRollouts", b"r3.rollout.partial\nPartialRollouts"),
+        (b"r3.partial.source\n_Before", b"r3.rollout.collected_rollouts\nCollectedRollouts"),
+        (b"r3.partial.episode\n", b"r3.rollout.conversation\n"),
+    ):
+        assert now in content
+        content = content.replace(now, then)
+    (tmp_path / "partial_rollouts_00000.bin").write_bytes(content)
+    assert same(restored(tmp_path, 0, 1), partial_rollouts())
+
+
 def test_another_number_of_engines_shares_out_all_groups(tmp_path: Path) -> None:
     first, second = (restored(saved(tmp_path), engine, 2) for engine in range(2))
     assert (first.groups, second.groups) == ([1], [3])
     assert first.prompts_taken == second.prompts_taken == 17
-    assert len(first.finished.rollouts) == 1 and not second.finished.rollouts
+    assert len(first.finished) == 1 and not second.finished
 
 
 def test_ranks_that_lead_no_engine_keep_no_rollouts(tmp_path: Path) -> None:
@@ -183,9 +200,11 @@ def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     assert [grown.num_stale_tokens(policy_version) for policy_version in (2, 3, 4)] == [0, 4, 8]
     plain = replace(grown, segments=())
     assert plain.policy_versions == (2,) and [plain.num_stale_tokens(v) for v in (2, 3)] == [0, 8]
-    (item,) = decode(encode([Scored(index=0, rollout=grown, advantage=0.0)]))
-    assert item.rollout.segments == grown.segments
-    write_rollouts(RunDir(tmp_path), 1, [item])
+    arrived = send_samples([Sample(rollout=grown)], {grown.key: [0]}, ALONE)[grown.key]
+    assert arrived.sample.rollout.segments == grown.segments
+    write_rollouts(
+        RunDir(tmp_path), 1, [TrainedSample(rollout=grown, shaped_reward=0.0, advantage=0.0)]
+    )
     assert read_rollouts(RunDir(tmp_path).rollouts(1))[0][0].segments == grown.segments
 
 
@@ -216,9 +235,9 @@ def test_micro_batches_mark_sequences_of_older_versions() -> None:
         "num_layers": len(SHAPE.moe_layers),
         "topk": SHAPE.topk,
     }
-    marked = pack(rollouts, [0, 1], [1.0, 1.0], multiple=32, policy_version=3, **sizes)
+    marked = pack(rollouts, [0, 1], multiple=32, policy_version=3, **sizes)
     assert marked.current_N.tolist() == [False] * 12 + [True] * 20
-    assert pack(rollouts, [0, 1], [1.0, 1.0], **sizes).current_N.all()
+    assert pack(rollouts, [0, 1], **sizes).current_N.all()
     assert np.array_equal(marked.loss_mask_N[:11], rollouts[0].loss_mask_T[1:]), (
         "they are trained on all the same"
     )

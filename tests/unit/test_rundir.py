@@ -18,7 +18,6 @@ import pytest
 
 from r3 import assets, export
 from r3.config import ConfigError, to_yaml
-from r3.rollout.scored import Scored
 from r3.run.folder import (
     RunDir,
     read_jsonl,
@@ -29,7 +28,7 @@ from r3.run.folder import (
     write_text,
 )
 from r3.run.samples import read_rollouts, write_eval, write_rollouts
-from r3.types import Prompt, Rollout
+from r3.types import Prompt, Rollout, TrainedSample
 from tests.settings import changed
 
 pytestmark = pytest.mark.unit
@@ -63,12 +62,10 @@ def scored(
     rollouts: list[Rollout],
     rewards: tuple[float, ...] | list[float] = (0.0,),
     advantages: tuple[float, ...] | list[float] = (0.0,),
-) -> list[Scored]:
+) -> list[TrainedSample]:
     return [
-        Scored(index=index, rollout=rollout, reward=reward, advantage=advantage)
-        for index, (rollout, reward, advantage) in enumerate(
-            zip(rollouts, rewards, advantages, strict=True)
-        )
+        TrainedSample(rollout=rollout, reward=reward, shaped_reward=0.0, advantage=advantage)
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
     ]
 
 
@@ -97,7 +94,9 @@ def test_names_are_those_of_the_design(tmp_path: Path) -> None:
     assert files(tmp_path) == []  # naming writes nothing
 
 
-def dump(folder: Path, items: list[Scored], prompts: Mapping[str, Prompt] | None = None) -> Path:
+def dump(
+    folder: Path, items: list[TrainedSample], prompts: Mapping[str, Prompt] | None = None
+) -> Path:
     """Write the first step; what is returned is what the file holds."""
     rows = write_rollouts(RunDir(folder), 1, items, prompts or {})
     path = RunDir(folder).rollouts(1)

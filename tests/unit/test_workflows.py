@@ -18,14 +18,14 @@ from r3.engine import Turn
 from r3.envs.find import is_workflow
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collect import is_cut, limit_notes
-from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
+from r3.rollout.round import RoundResult
 from r3.types import Prompt, Rollout
 from r3.user_code.loading import load
 from tests.rounds import play_round
 from tests.settings import found_in_files
 from tests.talkers import values
-from tests.tiny import BASE, tokenizer_folder
+from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder
 
 pytestmark = pytest.mark.unit
 
@@ -262,7 +262,7 @@ class Play:
         engine_s: float = 0.0,
         max_response_tokens: int = 400,
         **env: Any,
-    ) -> CollectedRollouts:
+    ) -> RoundResult:
         settings = EnvConfig(path=f"{self.file}:{workflow}", **env)
         workflows = ConversationSetup.of(settings, self.tokenizer, "tiny").environments
         assert isinstance(workflows, Workflows)
@@ -290,7 +290,7 @@ def play(tmp_path: Path) -> Play:
     return Play(tmp_path)
 
 
-def shape(collected: CollectedRollouts) -> list[tuple[int, int, int]]:
+def shape(collected: RoundResult) -> list[tuple[int, int, int]]:
     """Sample, sequence and number of the model's messages of each rollout."""
     return [(each.sample_index, each.sequence, messages_of(each)) for each in collected.rollouts]
 
@@ -321,14 +321,14 @@ def test_a_conversation_that_grows_is_one_sequence(
     rendered = rendered.replace("hello<|im_end|>", said).rstrip("\n")
     assert text == rendered, "as the chat template renders the whole conversation"
     assert play.tokenizer.decode(rollout.tokens_T[rollout.loss_mask_T > 0]) == said * 3
-    assert collected.rewards == [1.0, 1.0] and rollout.metrics == {"env/turns": 3.0}
+    assert rewards_of(collected) == [1.0, 1.0] and rollout.metrics == {"env/turns": 3.0}
     assert values(collected.metrics)["env/continued_frac"] == 2 / 3
 
 
 def test_a_prompt_that_extends_nothing_begins_a_sequence(play: Play) -> None:
     collected = play("Forgets")
     assert shape(collected) == [(0, 0, 1), (0, 1, 1), (0, 2, 1)]
-    assert collected.rewards == [0.5] * 3
+    assert rewards_of(collected) == [0.5] * 3
     assert [each.messages[0]["content"] for each in collected.rollouts] == [
         "turn 0",
         "turn 1",
@@ -342,7 +342,10 @@ def test_one_branch_continues_and_the_other_begins_a_sequence(play: Play) -> Non
     # The judge is not there.
     assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
     assert play.turns[-1].sampling.temperature == 0.0 and play.turns[-1].max_tokens == 3
-    assert len({turn.seed for turn in play.turns}) == 4 and collected.rewards == [1.0, 1.0]
+    assert len({turn.seed for turn in play.turns}) == 4 and rewards_of(collected) == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_white_space_that_a_template_trims_does_not_end_a_sequence(play: Play) -> None:
@@ -379,7 +382,7 @@ def test_a_message_with_tool_calls_is_rendered_as_it_was_sampled(play: Play) -> 
 def test_complete_continues_tokens(play: Play) -> None:
     collected = play("Completes")
     assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
-    assert collected.rewards == [2.0, 2.0]
+    assert rewards_of(collected) == [2.0, 2.0]
     assert collected.rollouts[0].tokens_T[:3].tolist() == [3, 4, 5]
 
 
@@ -388,7 +391,7 @@ def test_a_text_begins_once(play: Play) -> None:
     play.tokenizer.backend_tokenizer.post_processor = begin
     play.tokenizer.bos_token = "<|endoftext|>"
     collected = play("Rendered")
-    assert collected.rewards == [0.0, 0.0]
+    assert rewards_of(collected) == [0.0, 0.0]
     assert [each.tokens_T[:2].tolist().count(0) for each in collected.rollouts] == [1, 1]
 
 
@@ -397,10 +400,14 @@ def test_a_text_begins_once(play: Play) -> None:
 
 def test_rewards_per_call_belong_to_their_sequences(play: Play) -> None:
     collected = play("PerCall")
-    assert collected.rewards == [0.0, 0.1, 0.2]
+    assert rewards_of(collected) == [0.0, 0.1, 0.2]
     assert all(each.own_reward for each in collected.rollouts)
     collected = play("PerTurn")
-    assert collected.rewards == [7.0] and collected.rollouts[0].turn_rewards == (1.0, 2.0, 4.0)
+    assert rewards_of(collected) == [7.0] and collected.rollouts[0].turn_rewards == (
+        1.0,
+        2.0,
+        4.0,
+    )
 
 
 def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) -> None:
@@ -408,21 +415,21 @@ def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) ->
     file.write_text("def length(response, prompt, messages):\n    return float(len(messages))\n")
     scorer = make_scorer(RewardConfig(function=(f"{file}:length",)))
     collected = play("Silent", scorer=scorer)
-    assert collected.rewards == [6.0] and collected.parts == {(0, 0): {"length": 6.0}}
+    assert rewards_of(collected) == [6.0] and parts_of(collected) == {(0, 0): {"length": 6.0}}
 
 
 @pytest.mark.parametrize(("limit", "finish"), [("max_turns", "turns"), ("", "length")])
 def test_an_episode_at_a_limit_is_unfinished(play: Play, limit: str, finish: str) -> None:
     env: dict[str, Any] = {"max_turns": 4} if limit else {"max_turns": 1000}
     collected = play("Endless", unfinished_reward=-0.5, max_response_tokens=90, **env)
-    assert collected.rewards == [-0.5] and collected.rollouts[0].finish_reason == finish
+    assert rewards_of(collected) == [-0.5] and collected.rollouts[0].finish_reason == finish
     assert values(collected.metrics)["env/max_turns_frac"] == float(finish == "turns")
 
 
 def test_a_workflow_may_go_on_at_a_limit(play: Play) -> None:
     collected = play("Longer", max_turns=1000, max_response_tokens=90)
     (rollout,) = collected.rollouts
-    assert collected.rewards == [0.25]
+    assert rewards_of(collected) == [0.25]
     assert rollout.metrics == {"env/limit": 1.0, "env/refused_length": 1.0}
     assert values(collected.metrics)["env/refused_length"] == 1
     assert values(collected.metrics)["env/refused_turns"] == 0
@@ -459,7 +466,7 @@ def test_64_episodes_with_one_that_crashes_and_two_that_hang(play: Play) -> None
     assert sorted({each.group for each in collected.rollouts}) == kept
     assert {
         each.group: reward
-        for each, reward in zip(collected.rollouts, collected.rewards, strict=True)
+        for each, reward in zip(collected.rollouts, rewards_of(collected), strict=True)
     } == {number: float(number) for number in kept}
     found = values(collected.metrics)
     assert [found[f"env/{name}"] for name in ("calls", "errors", "timeouts", "dropped")] == [
@@ -472,7 +479,7 @@ def test_64_episodes_with_one_that_crashes_and_two_that_hang(play: Play) -> None
 
 def test_a_failed_episode_keeps_its_sequences_with_reward_0(play: Play) -> None:
     collected = play("Mixed", prompts=8, timeout_s=1.0, on_error="zero")
-    assert collected.rewards[-1] == 0.0 and collected.rollouts[-1].finish_reason == "error"
+    assert rewards_of(collected)[-1] == 0.0 and collected.rollouts[-1].finish_reason == "error"
     assert values(collected.metrics)["env/zeroed"] == 1
 
 
@@ -500,7 +507,7 @@ class Shows:
 def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
     play.tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
     play.file.write_text(SHOWS)
-    assert play("Shows").rewards == [1.0]
+    assert rewards_of(play("Shows")) == [1.0]
     (turn,) = play.turns
     assert "look_up" in play.tokenizer.decode(turn.tokens_T)
     assert turn.sampling.stop == ("from init",)
@@ -511,13 +518,13 @@ def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
 
 def test_a_retry_lives_the_episode_again(play: Play) -> None:
     collected = play("Once", retries=1)
-    assert shape(collected) == [(0, 0, 1)] and collected.rewards == [1.0]
+    assert shape(collected) == [(0, 0, 1)] and rewards_of(collected) == [1.0]
     assert play.turns[0].seed == play.turns[1].seed
     assert values(collected.metrics)["env/retries"] == 1
 
 
 def test_time_of_the_engine_is_not_time_of_the_episode(play: Play) -> None:
-    assert play("Talks", engine_s=0.3, timeout_s=0.5).rewards == [1.0]
+    assert rewards_of(play("Talks", engine_s=0.3, timeout_s=0.5)) == [1.0]
 
 
 def test_code_that_blocks_the_event_loop_is_named(play: Play) -> None:
@@ -530,17 +537,17 @@ def test_an_episode_without_a_trained_call_fails_in_training_only(play: Play) ->
         play("Judges")
     assert play("Judges", on_error="zero").rollouts == []
     collected = play("Judges", keep_failed=True)
-    assert collected.rewards == [1.0] and collected.rollouts[0].num_response_tokens == 0
+    assert rewards_of(collected) == [1.0] and collected.rollouts[0].num_response_tokens == 0
 
 
 def test_a_call_after_the_end_is_refused(play: Play) -> None:
-    assert play("Leaks", prompts=2).rewards == [1.0, 1.0]
+    assert rewards_of(play("Leaks", prompts=2)) == [1.0, 1.0]
     assert "the episode is over" in load(f"{play.file}:Leaks").error
 
 
 def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
     collected = play("Haunts", retries=1)
-    assert shape(collected) == [(0, 0, 1)] and collected.rewards == [1.0]
+    assert shape(collected) == [(0, 0, 1)] and rewards_of(collected) == [1.0]
     assert "the episode is over" in load(f"{play.file}:Haunts").error
 
 

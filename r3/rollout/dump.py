@@ -1,4 +1,4 @@
-"""Serialise `Rollout`: JSON fields and flat arrays for dumps, and messages between ranks.
+"""Rollouts as dumps hold them: fields of JSON, and flat arrays.
 
 Arrays of several rollouts are concatenated: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]`
 and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than tokens.
@@ -6,16 +6,14 @@ and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than token
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from r3.rollout.scored import Scored
-from r3.types import Rollout
+from r3.data.conversation import replied
+from r3.types import Prompt, Rollout
 
 # Arrays with one value per token: name in files -> field. Routes have one row less.
 _PER_TOKEN = {"tokens": "tokens_T", "loss_mask": "loss_mask_T", "logprobs": "logprobs_T"}
@@ -64,37 +62,23 @@ def split_rollouts(
     return rollouts
 
 
-def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> bytes:
-    """Scored rollouts as a message to another rank; empty for no rollouts.
-
-    Args:
-        layers: positions in the layer axis of the routes that are included; None includes all.
-    """
-    sent = []
-    for item in items:
-        routes = item.rollout.routed_experts
-        if layers is not None:
-            # Without any layer the routes look as they do for a dense model.
-            routes = routes[:, list(layers)] if layers else routes[:, :0, :0]
-        rollout = replace(item.rollout, routed_experts=np.ascontiguousarray(routes))
-        sums = checksums(rollout.tokens_T, rollout.routed_experts)
-        sent.append(replace(item, rollout=rollout, checksums=sums))
-    return pickle.dumps(sent) if sent else b""
-
-
-def decode(message: bytes) -> list[Scored]:
-    """Undo `encode`."""
-    return list(pickle.loads(message)) if message else []
-
-
-def checksums(tokens_T: np.ndarray, routes: np.ndarray) -> tuple[int, ...]:
-    """CRC-32 of the tokens and the rows [T-1, K] of each layer of the routes [T-1, L, K]."""
-    tokens = zlib.crc32(tokens_T.astype(np.int64).tobytes())
-    return tuple(
-        zlib.crc32(np.ascontiguousarray(routes[:, layer]).tobytes(), tokens)
-        for layer in range(routes.shape[1])
-    )
-
-
 def _offsets(lengths: Iterable[int]) -> np.ndarray:
     return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def readable(rollout: Rollout, prompt: Prompt | None) -> dict[str, Any]:
+    """Question, reference answer, whole conversation and rewards per turn, as JSON can hold them.
+
+    Args:
+        prompt: the prompt of the rollout; None if it is not known, and then only the messages are.
+    """
+    opening = prompt.messages if prompt else ()
+    messages = rollout.messages or replied(opening, rollout.response)
+    facts: dict[str, Any] = {
+        "messages": [dict(message) for message in messages],
+        "turn_rewards": list(rollout.turn_rewards),
+    }
+    if prompt is not None:
+        asked = [message["content"] for message in opening if message["role"] == "user"]
+        facts |= {"question": asked[-1] if asked else "", "reference": " or ".join(prompt.accepted)}
+    return facts
