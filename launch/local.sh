@@ -45,8 +45,6 @@ if [ "$gpus" -gt 0 ]; then
   ranks=${NPROC:-$gpus}
 else
   ranks=${NPROC:-2}
-  # Ranks share the cores. Threads that spin while they wait take them from each other: ten times slower.
-  export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
 fi
 
 # With GPUs too: torchrun would set 1, and packing and checks on the host would run on one core.

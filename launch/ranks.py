@@ -3,7 +3,8 @@
     python launch/ranks.py --check --standalone --nproc_per_node 2 train.py PRESET ...
 
 With `--check`, mistakes in settings, data or reward end this program before there are ranks, with
-one message and not one per rank. Other words are torchrun's.
+one message and not one per rank. With `--die-with-parent` it ends with the process that started it.
+Other words are torchrun's.
 
 The exit code is that of the rank that failed first, and 75 if its watchdog ended it. SIGTERM,
 SIGHUP, SIGINT and SIGUSR1 go to the ranks, which stop after their step with a checkpoint; the exit
@@ -22,18 +23,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 # Seconds between a signal and the end by force: for the step and its checkpoint.
 _SHUTDOWN_S = "600"
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LOGGERS = "torch.distributed.elastic"
-_REQUEUE = 75
-_FINISHED = 76  # as r3.run.result: of the check
+REQUEUE = 75
+FINISHED = 76  # as r3.run.result: of the check
 _ENDS_RANK = signal.SIGRTMAX  # as r3.run.watchdog
 _INTERRUPTED_S = 5.0  # between a second Ctrl-C and the end of the ranks by force
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 _TORCHRUN = "--torchrun"  # the first word of the process that runs torchrun
 
 
@@ -47,13 +49,14 @@ class Process(Protocol):
 
 def start_torchrun(argv: list[str]) -> Process:
     """Start the process that runs torchrun, out of reach of the terminal's Ctrl-C."""
-    program = ["-m", "r3.run.ranks"] if __package__ else [os.path.abspath(__file__)]
+    program = ["-m", "r3.launch.ranks"] if __package__ else [os.path.abspath(__file__)]
     return subprocess.Popen([sys.executable, *program, _TORCHRUN, *argv], start_new_session=True)
 
 
 def launch(argv: list[str], start: Callable[[list[str]], Process] = start_torchrun) -> int:
     """Run the ranks to their end; returns the exit code of the first rank that failed, or 0."""
-    with tempfile.TemporaryDirectory(prefix="r3_") as folder:
+    given = os.environ.get("R3_READ")  # from a program whose check has read the data
+    with nullcontext(given) if given else tempfile.TemporaryDirectory(prefix="r3_") as folder:
         os.environ["R3_READ"] = folder  # what one process has read of the data, see r3.data.sources
         try:
             return _launch(argv, start)
@@ -62,6 +65,11 @@ def launch(argv: list[str], start: Callable[[list[str]], Process] = start_torchr
 
 
 def _launch(argv: list[str], start: Callable[[list[str]], Process]) -> int:
+    if argv[:1] == ["--die-with-parent"]:
+        from r3.runtime.process import die_with_parent
+
+        die_with_parent(os.getppid())
+        del argv[0]
     if argv[:1] == ["--check"]:
         del argv[0]
         code = checked(argv)
@@ -84,15 +92,15 @@ def _launch(argv: list[str], start: Callable[[list[str]], Process]) -> int:
             signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_S)
 
     # What this process ignores, as after nohup, its children ignore too.
-    for number in map(signal.Signals.__getitem__, _SIGNALS):
+    for number in map(signal.Signals.__getitem__, SIGNALS):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
     process = start(argv)
     if stopped_by:  # before there was a process
         _send(process.pid, stopped_by[0])
     code = process.wait()
-    if stopped_by and code in (0, _REQUEUE, 130, -stopped_by[0]):
-        return 130 if stopped_by[0] == signal.SIGINT else _REQUEUE
+    if stopped_by and code in (0, REQUEUE, 130, -stopped_by[0]):
+        return 130 if stopped_by[0] == signal.SIGINT else REQUEUE
     return code if code >= 0 else 1
 
 
@@ -105,8 +113,14 @@ def torchrun(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main, parse_args
 
-    from r3.run.rendezvous import addressed, impatient
+    from r3.launch.rendezvous import addressed, impatient
+    from r3.runtime.device import has_gpu
 
+    if not has_gpu():
+        # Ranks share the cores. Threads that spin while they wait take them from each other: ten
+        # times slower.
+        for name, value in _PASSIVE.items():
+            os.environ.setdefault(name, value)
     # The launcher reports which processes it ends. The rank that failed has printed why. Each of
     # torch's loggers has a level of its own.
     for name in filter(lambda name: name.startswith(_LOGGERS), logging.root.manager.loggerDict):
@@ -122,9 +136,7 @@ def torchrun(argv: list[str]) -> int:
     except ValueError as error:
         _say(f"r3: {error}", descriptor=2)
         return 1
-    handled = [
-        name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
-    ]
+    handled = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     try:
         with impatient(words, _say):
             main(["--signals-to-handle", ",".join(handled), *found, *argv])
@@ -132,14 +144,14 @@ def torchrun(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
         if -code == _ENDS_RANK:
-            return _REQUEUE
+            return REQUEUE
         if code < 0:  # it could not print anything
             text = f"rank {rank} was ended by {signal.Signals(-code).name}"
             hint = "; out of memory?" if -code == signal.SIGKILL else ""
             _say(f"r3: {text}{hint}", descriptor=2)
         return code if code > 0 else 1
     except SignalException:
-        return _REQUEUE
+        return REQUEUE
     return 0
 
 
@@ -185,7 +197,7 @@ def checked(argv: list[str]) -> int | None:
     if (ranks := number_of_ranks(argv)).isdecimal():  # torchrun takes `gpu` and `auto`, too
         words += ["--world-size", ranks]
     code = subprocess.run(words).returncode
-    if code in (0, _FINISHED):
+    if code in (0, FINISHED):
         return None if code == 0 else 0
     return code if code > 0 else 1
 

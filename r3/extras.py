@@ -9,7 +9,7 @@ one when it is needed, and says when that is.
 | `tools.dry_run` | `--dry-run` |
 | `tools.help` | `--help`, `--models`, no words at all |
 | `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
-| `tools.check` | `--check`; every start of `r3.train` tries users' functions once |
+| `tools.check` | `--check` |
 | `tools.view` | `log.show_every` |
 | `tools.header` | every start: the lines before the first step |
 | `tools.step_trace` | `debug.profile` |
@@ -26,6 +26,7 @@ one when it is needed, and says when that is.
 | `backends` | `model.experts` fused; exchanges between data-parallel ranks |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
+| `launch` | `from r3 import train`; the commands of `launch/` |
 """
 
 from __future__ import annotations

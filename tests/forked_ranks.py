@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from r3.run.ranks import launch, torchrun
+from r3.launch.ranks import launch, torchrun
 from r3.runtime.process import die_with_parent, importing, name_process
 from r3.runtime.terminal import visible
 

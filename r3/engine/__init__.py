@@ -5,7 +5,7 @@ This is the only package of the core that imports vllm, and it does so only when
 
 from r3.engine.build import EngineConfigError
 from r3.engine.direct_weights import WeightMismatch
-from r3.engine.engine import Engine, EngineStateError, forget_engine
+from r3.engine.engine import Engine, EngineStateError
 from r3.engine.memory import DeviceMemoryError
 from r3.engine.sampler import (
     CaptureSpec,

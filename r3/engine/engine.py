@@ -5,7 +5,6 @@ Calls in a wrong order raise `EngineStateError`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -293,19 +292,8 @@ class Engine:
         self.reset_cache()
 
     def close(self) -> None:
-        """End the engine, in a process that lives on. `forget_engine` ends vLLM's groups."""
+        """End the engine, in a process that lives on."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def forget_engine() -> None:
-    """Destroy vLLM's process groups, if there are any, so that an engine may be built again.
-
-    Also those of an engine whose construction ended with an error.
-    """
-    if "vllm.distributed" in sys.modules:  # no import for a run that builds no engine
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
 
 
 def _listing(title: str, problems: Sequence[str], limit: int = 12) -> str:

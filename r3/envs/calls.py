@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from r3.metrics.glossary import checked_metrics
-from r3.runtime.process_state import restored
+from r3.runtime.process import restored
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError, awaited, flag, number, own_copy
 from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem, time_limit

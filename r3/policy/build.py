@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from megatron.core.distributed import (
@@ -237,7 +236,6 @@ def wrap(
         DistributedDataParallel(megatron, ddp, module, disable_bucketing=i > 0)
         for i, module in enumerate(modules)
     ]
-    _alive.update(wrapped)
     train = config.train
     with cuda_type_names():
         optimizer = get_megatron_optimizer(
@@ -275,15 +273,6 @@ def wrap(
     )
     megatron.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer, frozen
-
-
-# Models that have not been let go, also those of a policy whose construction ended with an error.
-_alive: WeakSet[Any] = WeakSet()
-
-
-def forget_models() -> None:
-    """Let go of every model of this process."""
-    let_go(list(_alive))
 
 
 def let_go(wrapped: list[Any]) -> None:

@@ -31,11 +31,16 @@ from r3.run.digests import digests_of
 from r3.run.folder import RunDir
 from r3.run.lock import require_free
 from r3.run.open import Opened, ResumeError, open_run
-from r3.run.rendezvous import addresses
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import has_gpu, prepare_environment
 from r3.runtime.limits import too_small
-from r3.runtime.process import die_with_launcher, importing, is_leader, raise_file_limit
+from r3.runtime.process import (
+    addresses,
+    die_with_launcher,
+    importing,
+    is_leader,
+    raise_file_limit,
+)
 from r3.runtime.terminal import say
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.loading import START_LIMIT_S
@@ -75,11 +80,8 @@ def refusing() -> Iterator[None]:
         sys.exit(2)
 
 
-def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepared | None:
+def prepare(invocation: Invocation) -> Prepared | None:
     """Read the task, then make the run's folder ready to start or to resume. Uses no device.
-
-    Args:
-        tries_functions: call users' functions on a row each, as `--check` does.
 
     Returns:
         None if there is nothing to run: `--check` is done.
@@ -87,7 +89,7 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
     Raises:
         ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
             folder of the run are wrong.
-        EnvironmentFailed, RewardError: a function of the user was tried, and failed.
+        EnvironmentFailed, RewardError: `--check` tried a function of the user, and it failed.
     """
     began = time.perf_counter()
     die_with_launcher()
@@ -144,9 +146,6 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
                 else f"{config.model.path}: {run_dir.path} has no checkpoint"
             )
             opened = replace(opened, notes=(f"evaluating {what}; no training", *opened.notes[1:]))
-        if tries_functions:
-            for _ in extras.check().check_functions(task, config.algo):
-                watchdog.beat("trying functions")
         undo.pop_all()  # `begin` closes them
     ends = task.conversation_setup.renderer.ends
     prepare_environment()  # the caller imports Megatron-Core next

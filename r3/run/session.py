@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from r3 import extras
 from r3.config import Config, flatten
-from r3.engine import Engine, forget_engine
+from r3.engine import Engine
 from r3.metrics.console import stage
 from r3.metrics.meter import Meter, Writer
-from r3.policy import Policy, forget_models
+from r3.policy import Policy
 from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.checkpointer import Checkpointer
@@ -31,15 +31,14 @@ from r3.run.result import closing
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import (
     Device,
-    end_process_groups,
     init_device,
     leave,
     seed_everything,
     settle,
 )
-from r3.runtime.mesh import Axis, Mesh, build_mesh, forget_mesh
+from r3.runtime.mesh import Axis, Mesh, build_mesh
 from r3.runtime.process import is_leader
-from r3.runtime.process_state import Surroundings
+from r3.runtime.process import Surroundings
 from r3.runtime.terminal import say
 from r3.sync.residency import Residency, State
 from r3.sync.weights import WeightStream, prove_sync, prove_weights, sync_weights
@@ -172,17 +171,6 @@ def init_rank(config: Config, *, timeout_s: float | None = None) -> tuple[Device
     device = init_device(timeout_s=timeout_s or config.debug.collective_timeout_s)
     seed_everything(config.train.seed, deterministic=config.debug.deterministic)
     return device, build_mesh(device, config.parallel)
-
-
-def release_process() -> None:
-    """Undo `init_rank`, so that the process may make another run. All ranks must call.
-
-    Also after an error or Ctrl-C while the run was built.
-    """
-    forget_engine()
-    forget_models()
-    forget_mesh()
-    end_process_groups()
 
 
 def build_run(

@@ -384,19 +384,6 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=not torch.cuda.is_available())
 
 
-def end_process_groups(*, barrier: bool = False) -> None:
-    """Destroy the process groups, if there are any, and let objects be collected again.
-
-    Args:
-        barrier: wait for all ranks first; all of them must call then.
-    """
-    if dist.is_initialized():
-        if barrier:
-            dist.barrier()
-        dist.destroy_process_group()
-    gc.unfreeze()
-
-
 def leave(code: int) -> None:
     """End the process after a run: barrier, destroy the process group, flush, exit. All ranks must
     call.
@@ -404,29 +391,23 @@ def leave(code: int) -> None:
     An ordinary exit would run the teardown of vLLM and nanobind, which prints warnings about leaks
     and may wait for other ranks.
     """
-    end_process_groups(barrier=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     terminal.flush()
     os._exit(code)
 
 
 @contextmanager
-def preserved_random_state(*, with_gpus: bool = False) -> Iterator[None]:
-    """Restore the random states of torch, numpy and random after the block.
-
-    Args:
-        with_gpus: those of torch on the GPUs too, if it uses them already.
-    """
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random states of torch, numpy and random after the block."""
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    in_use = with_gpus and torch.cuda.is_initialized()
-    of_gpus = torch.cuda.get_rng_state_all() if in_use else []
     try:
         yield
     finally:
         torch.set_rng_state(kept[0])
         np.random.set_state(kept[1])
         random.setstate(kept[2])
-        if of_gpus:
-            torch.cuda.set_rng_state_all(of_gpus)
 
 
 # ------------------------------------------------------------------------------------------------

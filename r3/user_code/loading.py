@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from r3.runtime.process_state import restored
+from r3.runtime.process import restored
 
 if TYPE_CHECKING:
     from r3.config import AlgoConfig, ConfigError, Problem

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.runs import QUIET_THREADS, rows_of
@@ -27,66 +30,75 @@ def small():
 """
 
 PROGRAM = """
-import os
-import sys
-
-from r3 import train
+from r3 import RunError, train
 from r3.config import ConfigError
-from r3.policy import policy
-from r3.run import session as build
-from r3.run import session
 
 first = train("my_presets.py:small", {"log.dir": "alone"})
 assert [row["step"] for row in first.metrics] == [1], first
 assert list(first.export.glob("*.safetensors"))
-
-def held():
-    return [len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")]
-
-held_after_one = held()
 again = train("my_presets.py:small", {"log.dir": "alone"})  # finished: returns at once
 assert again == first
-
-def interrupted(*args, **kwargs):
-    raise KeyboardInterrupt
-
-# While a run is built: with an engine alone, with half of a policy, with all.
-moments = (build, "Policy"), (policy, "slots"), (build, "WeightStream"), (start, "settle")
-for module, name in moments:
-    whole = getattr(module, name)
-    setattr(module, name, interrupted)
-    try:
-        train("my_presets.py:small", {"log.dir": "interrupted"})
-    except KeyboardInterrupt:
-        print("INTERRUPTED in", name)
-    setattr(module, name, whole)
-
 longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
-assert [row["step"] for row in longer.metrics] == [1, 2]  # another run in the same process
-assert held() == held_after_one, (held(), held_after_one)  # threads, descriptors
+assert [row["step"] for row in longer.metrics] == [1, 2]
 
+broken = {"reward.function": "broken.py:broken", "log.dir": "broken"}
+for settings in ({"rollout.group_size": 4}, broken):
+    try:
+        train("my_presets.py:small", {"log.dir": "alone", **settings})
+    except (ConfigError, RunError) as error:
+        print("RAISED", type(error).__name__, error)
+"""
+
+SIGNALS = """
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from r3 import RunError, train
+
+
+def sends(number):
+    "A signal to this process alone, as a notebook's kernel gets it, when the first row is there."
+    def send():
+        while not Path("stopped/metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+    threading.Thread(target=send).start()
+
+
+many = {"parallel.ep": 2, "log.dir": "stopped", "log.show_every": 0, "train.steps": 100}
+sends(signal.SIGINT)
 try:
-    train("my_presets.py:small", {"log.dir": "alone", "rollout.group_size": 4})
-except ConfigError as error:
-    print("REFUSED", error)
-
-open("broken.py", "w").write("def broken(response, prompt):\\n    return 1 / 0\\n")
+    train("my_presets.py:small", many, ranks=2)
+except KeyboardInterrupt:
+    print("INTERRUPTED")
+sends(signal.SIGTERM)
 try:
-    train("my_presets.py:small", {"reward.function": "broken.py:broken", "log.dir": "broken"})
-except Exception as error:
-    print("RAISED", type(error).__name__)
+    train("my_presets.py:small", many, ranks=2)
+except RunError as error:
+    print("STOPPED", error.code)
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+assert not {"torch", "vllm", "transformers"} & set(sys.modules)
+"""
 
-several = {"parallel.ep": 2, "log.dir": "several", "log.show_every": 0}
-assert len(train("my_presets.py:small", several, ranks=2).metrics) == 1
-print("RANKS", os.environ.get("WORLD_SIZE"))
+KILLED = """
+from r3 import train
+train("my_presets.py:small", {"log.dir": "killed", "train.steps": 100})
 """
 
 
-def python(folder: Path, *words: str) -> str:
-    """What a program prints that ends well, in a folder with presets and without a checkout."""
+def python(folder: Path, *words: str, program: str = "") -> str:
+    """What a program prints that ends well, in a folder with presets and without a checkout.
+
+    Args:
+        program: the interpreter; by default one that is quicker, and forwards no signals.
+    """
     (folder / "my_presets.py").write_text(PRESETS)
     done = subprocess.run(
-        [interpreter(), *words],
+        [program or interpreter(), *words],
         cwd=folder,
         env=os.environ | QUIET_THREADS,
         stdout=subprocess.PIPE,
@@ -100,15 +112,47 @@ def python(folder: Path, *words: str) -> str:
 
 def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
+    # It passes the trial before the run, where it is called once.
+    broken = "calls = []\n\ndef broken(response, prompt):\n    calls.append(1)\n"
+    (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (2 - len(calls))\n")
     said = python(tmp_path, "mine.py")
-    assert "REFUSED config: 1 problem" in said and "rollout.group_size = 4" in said
-    assert said.count("INTERRUPTED in") == 4
-    assert "RAISED RewardError" in said
-    assert "layout     2 rank(s) on cpu" in said  # printed by the ranks, shown here
-    assert "RANKS None" in said
-    assert [row["step"] for row in rows_of(tmp_path / "several")] == [1]
+    assert "RAISED ConfigError config: 1 problem" in said and "rollout.group_size = 4" in said
+    assert "RAISED RunError" in said.partition("RAISED ConfigError")[2]
+    assert "ZeroDivisionError" in said.rpartition("RAISED RunError")[2]
     # One sample, of the first run alone: it was asked for there, and the broken one has none.
     assert said.count("\nuser\n") == 1 and "\nreference\n" in said
+
+
+def test_signals_of_the_program_stop_the_ranks_after_their_step(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SIGNALS)
+    said = python(tmp_path, "mine.py", program=sys.executable)
+    assert said.count("INTERRUPTED\n") == said.count("STOPPED 75\n") == 1
+    assert "layout     2 rank(s) on cpu" in said  # printed by the ranks, shown here
+    assert "continue with: the same call of r3.train" in said
+    first, *_, last = [row["step"] for row in rows_of(tmp_path / "stopped")]
+    assert first == 1 and last > 1, "the second call resumed"
+
+
+def test_ranks_end_with_the_program_that_called(tmp_path: Path) -> None:
+    (tmp_path / "my_presets.py").write_text(PRESETS)
+    program = subprocess.Popen(
+        [sys.executable, "-c", KILLED],
+        cwd=tmp_path,
+        env=os.environ | QUIET_THREADS,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    rows = tmp_path / "killed" / "metrics.jsonl"
+    for _ in range(2400):
+        if rows.exists():
+            break
+        time.sleep(0.1)
+    started = psutil.Process(program.pid).children(recursive=True)
+    assert len(started) >= 3  # launcher, torchrun, rank
+    program.kill()
+    program.wait()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive, [each.cmdline() for each in alive]
 
 
 def test_a_run_from_a_yaml_file_goes_on_with_from(tmp_path: Path) -> None:

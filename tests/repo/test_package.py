@@ -60,7 +60,7 @@ def test_the_wheel_has_presets_program_and_data_and_one_top_level_name(wheel: Pa
     assert {top for top in tops if not top.endswith(".dist-info")} == {"r3"}
     assert {
         "r3/__main__.py",
-        "r3/run/ranks.py",
+        "r3/launch/ranks.py",
         "r3/configs/tiny.py",
         "r3/assets/tiny-moe/model.safetensors",
         "r3/assets/data/word_problems_train.jsonl",

@@ -53,15 +53,16 @@ PACKAGES = (
         "agents",
         "backends",
         "judges",
+        "launch",
         "lora",
         "objectives",
         "partial",
         "quantised",
         "tools",
     ),  # extras: what a run can do without
-    *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__", "api"),
+    *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__"),
 )
-EXTRAS = {"agents", "backends", "judges", "lora", "objectives", "partial", "quantised", "tools"}
+EXTRAS = {"agents", "backends", "judges", "launch", "lora", "objectives", "partial", "quantised", "tools"}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
@@ -333,7 +334,7 @@ def file_of(module: str) -> Path | None:
 def sources() -> dict[str, ast.Module]:
     """Our modules by name, as syntax trees.
 
-    `r3` itself is left out: it offers `r3.api.train` on request, and no module imports from it. So
+    `r3` itself is left out: it offers `r3.launch.api` on request, and no module imports from it. So
     is `r3.extras`, whose functions import when they are called.
     """
     trees = {}

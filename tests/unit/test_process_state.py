@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.runtime.process_state import Surroundings
+from r3.runtime.process import Surroundings
 from r3.runtime.terminal import open_missing
 from r3.user_code.loading import load
 from tests.world import ROOT

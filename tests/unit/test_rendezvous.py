@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from r3.run import rendezvous
-from r3.run.rendezvous import addressed, impatient, is_here
+from r3.launch import rendezvous
+from r3.launch.rendezvous import addressed, impatient, is_here
 from r3.runtime.device import free_port
 from tests.world import ROOT
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from r3.runtime.process import children
+from r3.runtime.process import addresses, children
 
 _PATIENCE_S = 8.0  # machines that start together meet within a second
 _CONNECT_S = 2.0
@@ -63,16 +63,6 @@ def endpoint(words: Any) -> tuple[str, int]:
     """Host and port of the rendezvous."""
     host, _, port = words.rdzv_endpoint.rpartition(":")
     return (host.strip("[]"), int(port)) if host and port.isdecimal() else (words.rdzv_endpoint, 0)
-
-
-def addresses(host: str) -> list[str]:
-    """The addresses of a host; none if its name does not resolve."""
-    try:
-        return [
-            str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-        ]
-    except OSError:
-        return []
 
 
 def is_here(host: str) -> bool:

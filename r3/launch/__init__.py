@@ -1,0 +1,1 @@
+"""How runs are started: from Python, by launch/local.sh, under Slurm."""
