@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from r3 import RunError
 from r3.agents.openai_api import ApiError
 from r3.config import ConfigError, Problem
 from r3.data.conversation import Fault
@@ -36,6 +37,7 @@ EXCEPTIONS = {
     "no turns left": ModelLimit("turns", "no turns left"),
     "no such model": ApiError(404, "no such model", code="model_not_found", param="model"),
     f"{'x' * 500} ...": ApiError(400, "x" * 900),
+    "ranks failed": RunError("ranks failed", 1),
     "busy": CallError("busy", again=False, wait_s=2.0),
     "late": CallTimeout("late"),
 }
