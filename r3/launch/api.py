@@ -29,11 +29,10 @@ from typing import Any, TextIO
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, ConfigError, Problem, flatten
 from r3.launch.ranks import FINISHED, SIGNALS
-from r3.run.result import Goal, says_finished
 from r3.run.folder import RunDir, read_metrics
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_LAST_LINES = 30
+_LAST_LINES = 10
 
 
 class RunError(RuntimeError):
@@ -100,6 +99,8 @@ def train(
         KeyboardInterrupt: after Ctrl-C, when the ranks have ended: after their step, with a
             checkpoint from which the same call resumes; at once after a second Ctrl-C.
     """
+    from r3.run.result import says_finished
+
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rule = "torchrun has started this process, and `train` starts ranks of its own"
         fix = "call it in one process, `python my_run.py`, and give it ranks=N"
@@ -150,6 +151,8 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _result(config: Config) -> Result:
+    from r3.run.result import Goal
+
     run_dir = RunDir(Path(config.log.dir))
     if config.eval.only:
         return Result(
