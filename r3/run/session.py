@@ -37,8 +37,7 @@ from r3.runtime.device import (
     settle,
 )
 from r3.runtime.mesh import Axis, Mesh, build_mesh
-from r3.runtime.process import is_leader
-from r3.runtime.process import Surroundings
+from r3.runtime.process import Surroundings, is_leader
 from r3.runtime.terminal import say
 from r3.sync.residency import Residency, State
 from r3.sync.weights import WeightStream, prove_sync, prove_weights, sync_weights
