@@ -62,7 +62,17 @@ PACKAGES = (
     ),  # extras: what a run can do without
     *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__"),
 )
-EXTRAS = {"agents", "backends", "judges", "launch", "lora", "objectives", "partial", "quantised", "tools"}
+EXTRAS = {
+    "agents",
+    "backends",
+    "judges",
+    "launch",
+    "lora",
+    "objectives",
+    "partial",
+    "quantised",
+    "tools",
+}
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
