@@ -345,7 +345,7 @@ class ChatTemplate:
                 if not (may_go and part.kind == "reasoning"):
                     raise _not_shown(part, message, count)
         found: dict[int, Part] = {}
-        at, done = len(glue[0]), 0
+        at, done, differs = len(glue[0]), 0, -1
         is_searched = False  # the template looked into a text, and writes something else around
         for number, after in zip(order, glue[1:], strict=True):
             part, message = parts[number], messages[parts[number].message]
@@ -353,6 +353,7 @@ class ChatTemplate:
             ends = (at + len(form) for form in forms if text.startswith(form + after, at))
             start, end = at, next(ends, -1)
             if end < 0:
+                differs = at if differs < 0 else differs
                 places = [
                     (place, place + len(form))
                     for form in forms
@@ -361,7 +362,7 @@ class ChatTemplate:
                 may_go = rule == "history" and message["role"] == "assistant"
                 is_searched = is_searched or may_go or any(map(self._looks_into, parts))
                 if not (may_go or (places and is_searched)):
-                    raise _changed(part, message, text[at : at + 40])
+                    raise _changed(part, message, text[differs : differs + 40])
                 start, end = min(places, default=(done, done))
             found.setdefault(number, replace(part, start=start, end=end))
             at, done = end + len(after), end
