@@ -1,4 +1,4 @@
-"""What a run depends on beside its settings is compared when it resumes."""
+"""Opening the folder of a run: what is compared, dropped, set aside, counted and refused."""
 
 from __future__ import annotations
 
@@ -325,6 +325,35 @@ def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
         start()
 
 
+STATE_OF_THE_VERSION_BEFORE = """{
+  "run_id": "0123456789abcdef",
+  "key": "KEY",
+  "last_start": 3,
+  "fruitless": 1,
+  "failed_step": 4,
+  "failures": 1,
+  "place": [
+    7,
+    "/somewhere/else"
+  ],
+  "tracker": ""
+}
+"""
+
+
+def test_a_folder_of_the_version_before_resumes(place: Place) -> None:
+    run = place.root / "run"
+    (run / "run.json").write_text(STATE_OF_THE_VERSION_BEFORE.replace("KEY", "ab" * 32))
+    place.save(3)
+    opened = place.start(train={"steps": 5})
+    assert opened.step == 3 and opened.state is not None
+    assert (opened.state.run_id, opened.state.key) == ("0123456789abcdef", "ab" * 32)
+    assert opened.state.last_start == 3 and opened.state.tracker_id != opened.state.run_id
+    (run / "run.json").write_text(STATE_OF_THE_VERSION_BEFORE)
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read .*Fix: remove run"):
+        place.start(train={"steps": 5})
+
+
 def test_what_kills_left_is_removed_by_the_next_start(place: Place) -> None:
     run = place.root / "run"
     files = [".config.yaml.7.tmp", "errors/.rank_00000.txt.7.tmp", "rollouts/.a.jsonl.7.tmp"]
@@ -340,17 +369,6 @@ def test_what_kills_left_is_removed_by_the_next_start(place: Place) -> None:
     place.start()
     assert [name for name in files + folders + stay if (run / name).exists()] == stay
     assert (run / "checkpoints" / "step_000001").is_dir()
-
-
-def test_checkpoints_of_an_earlier_process_count_for_keep(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        (tmp_path / f"step_{step:06d}").mkdir()
-    publish(tmp_path, 4, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "step_000003",
-        "step_000004",
-    ]
 
 
 def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
@@ -383,3 +401,73 @@ def test_an_unfinished_run_without_a_checkpoint_is_set_aside_and_said(place: Pla
     (note,) = place.start().notes
     assert f"has an unfinished run without a checkpoint: moved to {aside}, " in note
     assert (aside / "metrics.jsonl").read_text() == rows and not run_dir.metrics.exists()
+
+
+def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:
+    """Start a run, report steps up to `reaches`, save the state after step `saves`."""
+    start = open_run(RunDir(folder), tiny_config(train={"steps": 9}), writes=True)
+    assert start.lock is not None
+    for step in range(start.step + 1, reaches + 1):
+        RunDir(folder).append_metrics({"step": step})
+    if saves:
+        (folder / "checkpoints" / f"step_{saves:06d}").mkdir(parents=True, exist_ok=True)
+    start.lock.release()
+
+
+@pytest.fixture
+def by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+
+def test_a_step_that_fails_twice_ends_the_run_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(tmp_path, reaches=2, saves=2)  # a person starts the run; step 3 fails
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    attempt(tmp_path, reaches=2)  # step 3 fails again
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "first_failure").write_text("RewardError on rank 0: broken\n  more\n")
+    with pytest.raises(
+        ResumeError, match=r"step 3 failed twice(.|\n)*RewardError on rank 0: broken\n"
+    ):
+        attempt(tmp_path, reaches=2)
+    with pytest.raises(ResumeError, match="step 3 failed 3 times"):
+        attempt(tmp_path, reaches=2)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    attempt(tmp_path, reaches=3, saves=3)  # a person may try again, with full patience
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    attempt(tmp_path, reaches=3)
+
+
+@pytest.mark.usefixtures("by_launcher")
+def test_steps_that_are_never_saved_are_no_progress(tmp_path: Path) -> None:
+    for reached in (5, 3):  # both attempts begin with step 1
+        attempt(tmp_path, reaches=reached)
+    with pytest.raises(ResumeError, match="automatic restarts in a row ended before a checkpoint"):
+        for reached in (4, 2):
+            attempt(tmp_path, reaches=reached)
+
+
+@pytest.mark.usefixtures("by_launcher")
+def test_restarts_with_progress_never_end(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        attempt(tmp_path, reaches=step, saves=step)
+    assert json.loads((tmp_path / "run.json").read_text())["failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "metrics.jsonl:2: not a JSON object"),
+        ("[1]", "metrics.jsonl:2: not a JSON object"),
+        ("[" * 100_000, "metrics.jsonl:2: not a JSON object"),
+        ('{"reward/mean": 1}', "a row has no step"),
+        ('{"step": "two"}', "a row has no step"),
+    ],
+)
+def test_a_bad_middle_row_is_one_message(line: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match=text):
+        open_run(RunDir(tmp_path), tiny_config(), writes=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
