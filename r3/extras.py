@@ -11,9 +11,9 @@ one when it is needed, and says when that is.
 | `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
 | `tools.check` | `--check` |
 | `tools.view` | `log.show_every` |
-| `tools.header` | every start: the lines before the first step |
-| `tools.step_trace` | `debug.profile` |
-| `tools.watcher` | every start: a process reports stalls (`debug.stall_s`, `debug.kill_after_s`) |
+| `tools.beside` | every start: header, last line, needs of the machine |
+| `tools.beside.step_trace` | `debug.profile` |
+| `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
@@ -329,24 +329,38 @@ def conversation_of(row: Mapping[str, Any]) -> Any:
 
 
 def header(*given: Any) -> list[str]:
-    """The lines that describe a run before its first step (r3.tools.header)."""
-    from r3.tools.header import header
+    """The lines that describe a run before its first step (r3.tools.beside.header)."""
+    from r3.tools.beside.header import header
 
     return header(*given)
+
+
+def result(config: Config, run_dir: Any, step: int) -> str:
+    """What a run came to, in one line (r3.tools.beside.result)."""
+    from r3.tools.beside.result import result
+
+    return result(config, run_dir, step)
+
+
+def closing(*given: Any) -> str:
+    """The last line of a run (r3.tools.beside.result)."""
+    from r3.tools.beside.result import closing
+
+    return closing(*given)
 
 
 def step_trace(folder: Any, step: int, rank: int) -> Any:
     """What records the operations of the step `debug.profile`; None without it."""
     if not step:
         return None
-    from r3.tools.step_trace import StepTrace
+    from r3.tools.beside.step_trace import StepTrace
 
     return StepTrace(folder, step=step, rank=rank)
 
 
 def watcher_program(root: str, words: Sequence[str]) -> str:
-    """The program of the process that watches a rank (r3.tools.watcher)."""
+    """The program of the process that watches a rank (r3.tools.beside.watcher)."""
     return (
         f"import sys; sys.path.insert(0, {root!r}); "
-        f"from r3.tools.watcher import main; main({[*words]})"
+        f"from r3.tools.beside.watcher import main; main({[*words]})"
     )

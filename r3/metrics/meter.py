@@ -49,7 +49,7 @@ class RunFiles(Protocol):
 
 
 class Trace(Protocol):
-    """What records the operations of a step; `r3.tools.step_trace.StepTrace` is one."""
+    """What records the operations of a step; `r3.tools.beside.step_trace.StepTrace` is one."""
 
     def open_step(self, step: int) -> None: ...
 

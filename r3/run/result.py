@@ -1,5 +1,5 @@
-"""What a run came to: its best evaluation (`checkpoint.keep_best`), whether `train.patience` or its
-last step has ended it, and its last line.
+"""What a run came to: its best evaluation (`checkpoint.keep_best`), and whether `train.patience` or
+its last step has ended it.
 
 All follow from the rows of metrics, which a resumed run keeps. Each checkpoint holds the values of
 evaluations too: without them, a run whose metrics.jsonl was lost would delete its best checkpoint.
@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from r3 import extras
 from r3.cli.parse import Invocation
-from r3.config import Config, flatten
-from r3.metrics.glossary import headlines
+from r3.config import flatten
 from r3.run.folder import RunDir, read_metrics, step_folders
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
@@ -97,7 +96,7 @@ def says_finished(invocation: Invocation) -> bool:
     step = saved[-1][0] if saved else 0
     goal = Goal.of(flatten(config))
     try:
-        rows = _rows(run_dir)
+        rows = rows_of(run_dir)
         # Rows after the checkpoint are made again.
         has_ended = goal.end(goal.values(row for row in rows if row["step"] <= step))
         # Fewer steps than the newest checkpoint has are refused later.
@@ -105,7 +104,7 @@ def says_finished(invocation: Invocation) -> bool:
             return False
         if config.checkpoint.exports_after(step, is_last=True) and not run_dir.hf(step).exists():
             return False
-        text = result(config, run_dir, step)
+        text = extras.result(config, run_dir, step)
     except ValueError:  # rows that cannot be read: `open_run` names them
         return False
     if is_leader():
@@ -119,63 +118,6 @@ def says_finished(invocation: Invocation) -> bool:
     return True
 
 
-def result(config: Config, run_dir: RunDir, step: int) -> str:
-    """What a run came to, from its rows: steps, the figure of each held-out set before and after,
-    mismatch with and without replay, the best checkpoint, and why it ended early if it did.
-
-    A figure is left out unless it was measured before and after, the mismatch unless it was
-    measured at all.
-    """
-    rows = _rows(run_dir)
-    by_step = {row["step"]: row for row in rows}
-    before, after = by_step.get(0, {}), by_step.get(step, {}) if step else {}
-    figures = [
-        f"{name} {key.rpartition('/')[2]} {before[key]:.3f} -> {after[key]:.3f}"
-        for name, key in headlines(after).items()
-        if key in before
-    ]
-    parts = [", ".join([f"{step} step{'s' * (step != 1)}", *figures]), *_mismatch_of(rows)]
-    goal = Goal.of(flatten(config))
-    values = goal.values(rows)
-    if (best := best_step(values)) is not None:
-        where = run_dir.checkpoint(best)
-        kept = f": {where}" if where.exists() else ", which has no checkpoint"
-        parts.append(f"best after step {best}{kept}")
-    return "; ".join([*parts, *filter(None, [goal.end(values)])])
-
-
-def closing(
-    config: Config, run_dir: RunDir, seconds: float, step: int, row: Mapping[str, float]
-) -> str:
-    """The last line of a run: its duration, its result, its files. `row` is its last one."""
-    if config.eval.only:
-        figures = ", ".join(
-            f"{name} {key.rpartition('/')[2]} {row[key]:.3f}"
-            for name, key in headlines(row).items()
-        )
-        return f"done       in {seconds:.0f} s: {figures}; answers in {run_dir.eval(step)}"
-    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
-    places += [
-        str(run_dir.metrics),
-        *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
-    ]
-    return f"done       in {seconds:.0f} s: {result(config, run_dir, step)}; {', '.join(places)}"
-
-
-def _rows(run_dir: RunDir) -> list[dict[str, float]]:
+def rows_of(run_dir: RunDir) -> list[dict[str, float]]:
+    """The rows of a run so far, without an incomplete last line."""
     return read_metrics(run_dir.metrics, notes=[]) if run_dir.metrics.exists() else []
-
-
-def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Mean k3 over the steps with replayed and with live routes of the same tokens, or nothing."""
-    pairs = [
-        (row["mismatch/k3_replay"], row["mismatch/k3_live"])
-        for row in rows
-        if "mismatch/k3_replay" in row and "mismatch/k3_live" in row
-    ]
-    if not pairs:
-        return []
-    replay, live = (fmean(column) for column in zip(*pairs, strict=True))
-    ratio = live / replay if replay else 0
-    times = [f"{ratio:,.{0 if ratio >= 10 else 1}f} times"] if replay else []
-    return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]

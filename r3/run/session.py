@@ -27,7 +27,6 @@ from r3.run.folder import RunDir, write_text
 from r3.run.lock import RunLock
 from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.prepare import Prepared
-from r3.run.result import closing
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import (
     Device,
@@ -307,7 +306,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
     if run.device.rank == 0:
         step = run.opened.step if config.eval.only else run.meter.last_step
         seconds = time.perf_counter() - prepared.began
-        say(closing(config, folder, seconds, step, run.meter.last_row))
+        say(extras.closing(config, folder, seconds, step, run.meter.last_row))
 
 
 def _build(prepared: Prepared) -> Session:

@@ -1,4 +1,4 @@
-"""The rank's side of the watchdog: report progress to the watcher process (`r3.tools.watcher`)."""
+"""The rank's side of the watchdog: report progress to its watcher (`r3.tools.beside.watcher`)."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.folder import RunDir
 from r3.run.prepare import refusing, require_others_in_reach, require_resources
-from r3.run.result import closing, result
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
+from r3.tools.beside.header import reward_text, source_lines
+from r3.tools.beside.result import closing, result
 from r3.tools.check import check_task
-from r3.tools.header import reward_text, source_lines
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
 

@@ -1,6 +1,6 @@
 """The process that watches a rank: heartbeats, reports of stalls, cleanup of leftover processes.
 
-    python -IS -c "... from r3.tools.watcher import main; main(...)"    (r3.run.watchdog starts it)
+    python -IS -c "... from r3.tools.beside.watcher import main; main(...)"  (as r3.extras says)
 
 It shares no lock with the rank, so that it also sees a rank that holds the interpreter's lock, is
 stopped, or waits inside native code. Each rank has one. Ranks differ in how far they came: each
@@ -346,7 +346,7 @@ def _place(users_code: str, is_stopped: bool) -> str:
 
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def _users_code(stacks: str) -> str:
