@@ -41,9 +41,9 @@ from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.config import ReplayConfig
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, sampling_seed
-from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import read_task
 from r3.runtime.device import Device, free_port, has_gpu, init_device, settle
+from r3.tools.proof import sample_single_turn
 from r3.types import Prompt
 from tests.engines import engine_from_disk, without_capture
 from tests.tiny import tiny_config

@@ -18,7 +18,7 @@ import torch
 import train
 from r3.engine import Engine
 from r3.rollout import heldout
-from r3.sync import weights as sync
+from r3.tools import proof
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 
@@ -76,5 +76,5 @@ def build(engine: Engine, *args: Any, **kwargs: Any) -> None:
 if __name__ == "__main__":
     _build, Engine.__init__ = Engine.__init__, build  # type: ignore[method-assign]
     heldout.evaluate = Noise.silent(heldout.evaluate)
-    sync.prove_sync = Noise.silent(sync.prove_sync)
+    proof.prove_sync = Noise.silent(proof.prove_sync)
     train.main()

@@ -46,8 +46,9 @@ from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.sync.residency import State
 from r3.sync.rollouts import PackingSpec, distribute, share_out
-from r3.sync.weights import prove_sync, prove_weights, sync_tolerance, sync_weights
+from r3.sync.weights import sync_weights
 from r3.tools import health
+from r3.tools.proof import prove_sync, prove_weights, sync_tolerance
 from r3.types import Batch, Rollout
 
 # small, so that every rank gets several micro-batches of several sequences

@@ -16,6 +16,8 @@ one when it is needed, and says when that is.
 | `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
+| `tools.download` | `hub:` in the place of a model's folder |
+| `tools.proof` | the first sync of a run, `debug.prove_sync_every` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
 | `partial` | `rollout.step_token_budget` |
@@ -311,6 +313,20 @@ def tracker(config: Config, run_id: str) -> Any:
     from r3.tools.trackers import Tracker
 
     return Tracker(config, run_id)
+
+
+def downloads() -> ModuleType:
+    """Downloads of models of the hub: r3.tools.download."""
+    from r3.tools import download
+
+    return download
+
+
+def proof() -> ModuleType:
+    """The proof that an engine has the policy's weights: r3.tools.proof."""
+    from r3.tools import proof
+
+    return proof
 
 
 def library_rows(*given: Any) -> Any:

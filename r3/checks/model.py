@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from r3 import extras
 from r3.config import Config
 from r3.config.check import Findings
-from r3.models.download import fetch_small, weights_note
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.hub import HubError, command, is_hub
 from r3.models.shape import ModelShape, ShapeError
@@ -120,7 +120,7 @@ def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:
     absent = isinstance(error, AbsentWeightsError)
     if absent and is_hub(path):
         try:
-            rule = weights_note(path) or rule
+            rule = extras.downloads().weights_note(path) or rule
             fix = f"a start downloads them; `hf download {command(path)}` does it before"
         except HubError as refused:
             rule, fix, absent = refused.rule, refused.fix, False
@@ -134,7 +134,7 @@ def local_folder(path: str) -> Path | None:
         HubError: the hub does not give them.
     """
     if is_hub(path):
-        return fetch_small(path)
+        return Path(extras.downloads().fetch_small(path))
     return Path(path) if is_folder(Path(path)) else None
 
 

@@ -44,7 +44,6 @@ from r3.config import (
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.data.sources import ReadsRows, read_rows
-from r3.models.download import fetch_weights
 from r3.models.hub import HubError, is_hub
 from r3.models.shape import ModelShape
 from r3.runtime.limits import too_small
@@ -359,7 +358,7 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
     """Download weights of the hub. Returns what went wrong."""
     for each in absent:
         try:
-            fetch_weights(str(each.value), say)
+            extras.downloads().fetch_weights(str(each.value), say)
         except HubError as error:
             return [Problem(each.field, each.value, error.rule, error.fix)]
     return []

@@ -15,7 +15,6 @@ from r3 import extras
 from r3.engine.build import build_llm
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.memory import Part, Sleeper, share_of_device
-from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import CaptureSpec, Sampler
 from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state
@@ -199,15 +198,6 @@ class Engine:
             say(f"note: rank {self.device.rank}: {pushed.note}")
         self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
         self.policy_version, self._has_weights = policy_version, True
-
-    def compare_weights(self, weights: Weights) -> Comparison:
-        """Compare what the kernels read with the policy's weights, element by element.
-
-        Raises:
-            EngineStateError: the weight memory is asleep.
-        """
-        self._require_weights("compare_weights")
-        return compare(self.llm, weights.read_blocks(None), self.shape)
 
     def reset_cache(self) -> None:
         """Drop cached prefixes: their KV and routes belong to older weights.

@@ -2,7 +2,7 @@
 
 Their files are in the cache of huggingface_hub, where other programs find them too. What is there
 is used without a request: a run resumes without network, and a branch that moved changes nothing
-until `hf download` fetches it. `r3.models.download` fills the cache.
+until `hf download` fetches it. `r3.tools.download` fills the cache.
 """
 
 from __future__ import annotations

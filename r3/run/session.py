@@ -39,7 +39,7 @@ from r3.runtime.mesh import Axis, Mesh, build_mesh
 from r3.runtime.process import Surroundings, is_leader
 from r3.runtime.terminal import say
 from r3.sync.residency import Residency, State
-from r3.sync.weights import WeightStream, prove_sync, prove_weights, sync_weights
+from r3.sync.weights import WeightStream, sync_weights
 
 
 class Phases:
@@ -142,11 +142,11 @@ class Session:
         if due and policy_version not in self.proved:
             self.proved.add(policy_version)
             with self.meter.phase("prove_sync"):
-                prove_weights(self.weights, self.engine, self.mesh)
+                extras.proof().prove_weights(self.weights, self.engine, self.mesh)
                 # Held-out prompts fit the engine in every kind of run.
                 heldout = self.task.heldout
                 prompts = (heldout[0].prompts if heldout else self.task.prompts.prompts)[:4]
-                prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
+                extras.proof().prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 
     def close(self) -> None:
         """Close the engine, if there is one, and let go of the policy."""

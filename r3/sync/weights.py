@@ -17,18 +17,13 @@ import torch
 from safetensors import SafetensorError
 
 from r3 import extras
-from r3.engine import sampling_seed
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
 from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import join_shards, named
-from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device, SharedTensor, open_shared, storage_of
 from r3.runtime.mesh import Mesh
-from r3.sync.rollouts import pack_for
-from r3.types import Prompt, Rollout
 
 if TYPE_CHECKING:
-    from r3.config import Config
     from r3.engine import Engine
     from r3.policy import Policy
 
@@ -282,111 +277,3 @@ def sync_weights(
     engine.reset_cache()
     device.synchronize()
     mesh.world.barrier()
-
-
-def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
-    """Compare every engine's weights with the policy's, element by element.
-
-    All ranks must call, with the engine's weights awake. Nobody may write to the policy's weights
-    meanwhile.
-
-    Returns:
-        Number of tensors compared on this rank.
-
-    Raises:
-        SyncError: on every rank: an engine holds other weights than the policy somewhere.
-    """
-    found = engine.compare_weights(stream)
-    for rank, (different, uncompared) in enumerate(
-        mesh.world.all_gather_object((found.different, found.uncompared))
-    ):
-        if different:
-            raise SyncError(
-                f"rank {rank}: after the weight sync to version {engine.policy_version} "
-                f"{len(different)} tensors of the engine are not the policy's: "
-                f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}"
-            )
-        # Layers that reach the engine by its reload are laid out in ways that only it knows.
-        if uncompared and not engine.reloaded_experts:
-            raise SyncError(
-                f"rank {rank}: parameters of the engine were compared with nothing: "
-                f"{', '.join(uncompared[:8])}"
-            )
-    return found.equal
-
-
-def prove_sync(
-    engine: Engine,
-    policy: Policy,
-    prompts: Sequence[Prompt],
-    config: Config,
-    mesh: Mesh,
-    *,
-    max_tokens: int = 8,
-) -> float:
-    """Sample a few tokens and compare their log-probabilities with the policy's.
-
-    All ranks must call, with the engine awake at the policy's version and equally many prompts.
-    Routes are replayed if captured, so that a flipped expert is not taken for a wrong weight.
-
-    Returns:
-        The largest |log-probability difference| over all ranks.
-
-    Raises:
-        SyncError: on every rank: the difference exceeds what rounding in the two types explains, so
-            an engine has other weights.
-    """
-    rollouts = sample_single_turn(
-        engine,
-        prompts,
-        seeds=[sampling_seed(config.train.seed, -2, prompt.id, 0) for prompt in prompts],
-        policy_version=engine.policy_version,
-        max_tokens=max_tokens,
-        temperature=config.rollout.temperature,
-    )
-    own = rollouts if engine.is_leader else []
-    # All ranks score the tokens of the first engine; every engine is compared with the first.
-    first = mesh.world.all_gather_object(own)[0]
-    num_layers = len(policy.shape.moe_layers) if engine.capture else 0
-    # One sequence each: never longer than a micro-batch of training, even with long prompts.
-    micro_batches = [pack_for(mesh, policy.shape, {0: one}, num_layers=num_layers) for one in first]
-    scores = policy.score(micro_batches, mode="replay" if engine.capture else "live")
-    differences = [_difference(mine, theirs) for mine, theirs in zip(own, first, strict=False)]
-    if policy.reports:
-        columns = zip(scores.logprobs, scores.rollout_logprobs, scores.loss_mask, strict=True)
-        differences += [
-            float(((ours_N - theirs_N).abs() * mask_N).max())
-            for ours_N, theirs_N, mask_N in columns
-        ]
-    everybody = mesh.world.all_gather_object(differences)
-    limit = sync_tolerance(config.model.dtype, config.engine.dtype)
-    for rank, of_rank in enumerate(everybody):
-        # Not `difference > limit`: nan must fail too.
-        if beyond := [difference for difference in of_rank if not difference <= limit]:
-            raise SyncError(
-                f"rank {rank}: after the weight sync to version {engine.policy_version} engine and "
-                f"policy differ by {max(beyond):.3g} in the log-probability of a sampled token "
-                f"(limit {limit:g}): the engine does not have the policy's weights"
-            )
-    return max(difference for of_rank in everybody for difference in of_rank)
-
-
-def _difference(mine: Rollout, theirs: Rollout) -> float:
-    """Return the largest log-probability difference of two engines.
-
-    Only up to the first token that differs: rounding may lead two engines to different samples.
-    """
-    length = min(len(mine.tokens_T), len(theirs.tokens_T))
-    apart = mine.tokens_T[:length] != theirs.tokens_T[:length]
-    until = int(apart.argmax()) if apart.any() else length
-    return float(abs(mine.logprobs_T[:until] - theirs.logprobs_T[:until]).max(initial=0.0))
-
-
-def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:
-    """Return the largest |log-probability difference| that `prove_sync` accepts.
-
-    Two float32 stacks differ by rounding (1e-5 measured), half precision by flipped experts (0.06
-    on average, up to 0.5 for single tokens). A wrong or missing tensor changes log-probabilities by
-    1 and more.
-    """
-    return 1e-3 if policy_dtype == engine_dtype == "float32" else 1.0

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from r3.engine import Engine, sampling_seed
-from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
+from r3.tools.proof import sample_single_turn
 from r3.types import Prompt, Rollout
 from tests.engines import World, engine_from_disk, one_round, signature
 from tests.errors import message_of

@@ -18,7 +18,8 @@ from r3.engine.weight_push import Pushed, push
 from r3.lora.plan import adapted_tensors
 from r3.runtime.device import Device
 from r3.sync.residency import State
-from r3.sync.weights import SyncError, prove_sync, prove_weights, sync_weights
+from r3.sync.weights import SyncError, sync_weights
+from r3.tools.proof import prove_sync, prove_weights
 from r3.types import Rollout
 from tests.engines import (
     World,

@@ -19,10 +19,10 @@ from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatc
 from r3.engine.build import refuse_unfit
 from r3.layers.norms import _Norm
 from r3.models.tensors import Experts
-from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.sync.residency import ResidencyError, State
-from r3.sync.weights import SyncError, prove_sync
+from r3.sync.weights import SyncError
+from r3.tools.proof import prove_sync, sample_single_turn
 from r3.types import Rollout
 from tests.engines import World, held_tensors, signature, without_capture
 from tests.errors import message_of

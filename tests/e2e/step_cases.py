@@ -11,7 +11,7 @@ from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from r3.sync.residency import State
-from r3.sync.weights import prove_sync
+from r3.tools.proof import prove_sync
 from tests.engines import World
 from tests.memory import bytes_of
 from tests.policies import one_update

@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.cli import parse as cli
-from r3.models import download
 from r3.models.hf_checkpoint import CheckpointReader, read_small_files
 from r3.models.hub import HubError, folder_of
 from r3.models.shape import ModelShape
+from r3.tools import download
 from tests.hub import Hub, serving, sha_of
 
 pytestmark = pytest.mark.unit
@@ -194,7 +194,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_are_missing(
 
 
 CHILD = (
-    "from r3.models import download as d\n"
+    "from r3.tools import download as d\n"
     "d.fetch_small('hub:owner/tiny')\n"
     "d.fetch_weights('hub:owner/tiny', print)\n"
 )

@@ -1,0 +1,189 @@
+"""The proof of a weight sync: the engine's weights, and what it samples, are the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from r3.data.template import Renderer
+from r3.engine import Engine, Sampling, Transcript, Turn, sampling_seed
+from r3.engine.proof import compare
+from r3.runtime.mesh import Mesh
+from r3.sync.rollouts import pack_for
+from r3.sync.weights import SyncError, WeightStream
+from r3.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from r3.config import Config
+    from r3.policy import Policy
+
+
+def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
+    """Compare every engine's weights with the policy's, element by element.
+
+    All ranks must call, with the engine's weights awake. Nobody may write to the policy's weights
+    meanwhile.
+
+    Returns:
+        Number of tensors compared on this rank.
+
+    Raises:
+        SyncError: on every rank: an engine holds other weights than the policy somewhere.
+    """
+    assert not engine.is_asleep, "the proof of weights reads an engine that is awake"
+    found = compare(engine.llm, stream.read_blocks(), engine.shape)
+    for rank, (different, uncompared) in enumerate(
+        mesh.world.all_gather_object((found.different, found.uncompared))
+    ):
+        if different:
+            raise SyncError(
+                f"rank {rank}: after the weight sync to version {engine.policy_version} "
+                f"{len(different)} tensors of the engine are not the policy's: "
+                f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}"
+            )
+        # Layers that reach the engine by its reload are laid out in ways that only it knows.
+        if uncompared and not engine.reloaded_experts:
+            raise SyncError(
+                f"rank {rank}: parameters of the engine were compared with nothing: "
+                f"{', '.join(uncompared[:8])}"
+            )
+    return found.equal
+
+
+def prove_sync(
+    engine: Engine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_tokens: int = 8,
+) -> float:
+    """Sample a few tokens and compare their log-probabilities with the policy's.
+
+    All ranks must call, with the engine awake at the policy's version and equally many prompts.
+    Routes are replayed if captured, so that a flipped expert is not taken for a wrong weight.
+
+    Returns:
+        The largest |log-probability difference| over all ranks.
+
+    Raises:
+        SyncError: on every rank: the difference exceeds what rounding in the two types explains, so
+            an engine has other weights.
+    """
+    rollouts = sample_single_turn(
+        engine,
+        prompts,
+        seeds=[sampling_seed(config.train.seed, -2, prompt.id, 0) for prompt in prompts],
+        policy_version=engine.policy_version,
+        max_tokens=max_tokens,
+        temperature=config.rollout.temperature,
+    )
+    own = rollouts if engine.is_leader else []
+    # All ranks score the tokens of the first engine; every engine is compared with the first.
+    first = mesh.world.all_gather_object(own)[0]
+    num_layers = len(policy.shape.moe_layers) if engine.capture else 0
+    # One sequence each: never longer than a micro-batch of training, even with long prompts.
+    micro_batches = [pack_for(mesh, policy.shape, {0: one}, num_layers=num_layers) for one in first]
+    scores = policy.score(micro_batches, mode="replay" if engine.capture else "live")
+    differences = [_difference(mine, theirs) for mine, theirs in zip(own, first, strict=False)]
+    if policy.reports:
+        columns = zip(scores.logprobs, scores.rollout_logprobs, scores.loss_mask, strict=True)
+        differences += [
+            float(((ours_N - theirs_N).abs() * mask_N).max())
+            for ours_N, theirs_N, mask_N in columns
+        ]
+    everybody = mesh.world.all_gather_object(differences)
+    limit = sync_tolerance(config.model.dtype, config.engine.dtype)
+    for rank, of_rank in enumerate(everybody):
+        # Not `difference > limit`: nan must fail too.
+        if beyond := [difference for difference in of_rank if not difference <= limit]:
+            raise SyncError(
+                f"rank {rank}: after the weight sync to version {engine.policy_version} engine and "
+                f"policy differ by {max(beyond):.3g} in the log-probability of a sampled token "
+                f"(limit {limit:g}): the engine does not have the policy's weights"
+            )
+    return max(difference for of_rank in everybody for difference in of_rank)
+
+
+def _difference(mine: Rollout, theirs: Rollout) -> float:
+    """Return the largest log-probability difference of two engines.
+
+    Only up to the first token that differs: rounding may lead two engines to different samples.
+    """
+    length = min(len(mine.tokens_T), len(theirs.tokens_T))
+    apart = mine.tokens_T[:length] != theirs.tokens_T[:length]
+    until = int(apart.argmax()) if apart.any() else length
+    return float(abs(mine.logprobs_T[:until] - theirs.logprobs_T[:until]).max(initial=0.0))
+
+
+def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:
+    """Return the largest |log-probability difference| that `prove_sync` accepts.
+
+    Two float32 stacks differ by rounding (1e-5 measured), half precision by flipped experts (0.06
+    on average, up to 0.5 for single tokens). A wrong or missing tensor changes log-probabilities by
+    1 and more.
+    """
+    return 1e-3 if policy_dtype == engine_dtype == "float32" else 1.0
+
+
+def sample_single_turn(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    seeds: Sequence[int],
+    policy_version: int,
+    max_tokens: int,
+    temperature: float = 1.0,
+    on_rollout: Callable[[int, Rollout], None] = lambda _index, _rollout: None,
+) -> list[Rollout]:
+    """Sample one response to each prompt.
+
+    All ranks of one engine must call with the same arguments; engines are independent. Routes are
+    kept on the leader rank of each engine.
+
+    Args:
+        prompts: may name one prompt several times. Rollout i belongs to group i.
+        seeds: one per prompt (`sampling_seed`), unused at temperature 0.
+        policy_version: version of the weights that the engine must hold.
+        max_tokens: maximum tokens per response.
+        on_rollout: called with the index and the rollout of each response that finishes.
+
+    Returns:
+        The rollouts in the order of the prompts.
+
+    Raises:
+        EngineStateError: the engine is asleep or holds other weights.
+        RouteError: routes are missing or illegal.
+    """
+    renderer = Renderer(engine.tokenizer)
+    sampling = Sampling(temperature=temperature, stop_tokens=renderer.ends)
+    rollouts: dict[int, Rollout] = {}
+    capture = engine.capture_spec
+    with engine.sampler(policy_version=policy_version) as sampler:
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            sampler.add(
+                Turn(
+                    key=index,
+                    tokens_T=prompt.tokens_T,
+                    first_row=0,
+                    seed=seed,
+                    max_tokens=max_tokens,
+                    sampling=sampling,
+                )
+            )
+        while sampler.busy:
+            for sampled in sampler.step():
+                index, prompt = sampled.key, prompts[sampled.key]
+                who = f"rollout {prompt.id}/0 of step {policy_version}"
+                transcript = Transcript(capture, prompt.tokens_T, who=who)
+                transcript.append_sample(sampled)
+                rollouts[index] = transcript.rollout(
+                    prompt,
+                    group=index,
+                    sample_index=0,
+                    finish_reason=sampled.finish_reason,
+                    response=renderer.message_text(sampled.tokens_T),
+                )
+                on_rollout(index, rollouts[index])
+    return [rollouts[index] for index in range(len(prompts))]
