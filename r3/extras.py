@@ -89,13 +89,6 @@ def engine_on_cpu() -> ModuleType:
     return engine
 
 
-def slot_routes(llm: Any) -> Any:
-    """Routes by KV slot: capture in an engine on CPU (r3.backends.cpu.route_slots)."""
-    from r3.backends.cpu.route_slots import SlotRoutes
-
-    return SlotRoutes(llm)
-
-
 def share_gloo_thread() -> None:
     """Let all gloo process groups of a rank on CPU share one thread."""
     from r3.backends.cpu import gloo

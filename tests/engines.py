@@ -128,29 +128,35 @@ def signature(rollouts: list[Rollout]) -> list[str]:
 
 @contextmanager
 def without_capture(engine: Engine) -> Iterator[None]:
-    """Inside, an engine on CPU runs as one that was built to capture no routes."""
+    """Inside, an engine runs as one that was built to capture no routes."""
     routes = engine._routes
-    assert routes is not None, "this engine captures no routes on CPU"
+    assert routes is not None, "this engine captures no routes"
     scheduler: Any = routes._scheduler
-    hooks = {
-        name: vars(scheduler).pop(name)
-        for name in ("update_from_output", "_free_request", "_preempt_request")
-    }
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-    routers = [module.router for module in modules if hasattr(module, "router")]
-    captures = [router.capture_fn for router in routers]
-    for router in routers:
+    pool = scheduler.kv_cache_manager.block_pool
+    wrapped = [(pool, "get_new_blocks"), (scheduler, "_free_request")]
+    wrapped.append((scheduler, "_preempt_request"))
+    hooks = [vars(owner).pop(name) for owner, name in wrapped]
+    routers = routers_of(engine)
+    captures = [router.capture_fn for router in routers.values()]
+    for router in routers.values():
         router.set_capture_fn(None)
     engine.capture, engine._routes = False, None
     try:
         yield
     finally:
         engine.capture, engine._routes = True, routes
-        for router, capture in zip(routers, captures, strict=True):
+        for router, capture in zip(routers.values(), captures, strict=True):
             router.set_capture_fn(capture)
-        vars(scheduler).update(hooks)
+        for (owner, name), hook in zip(wrapped, hooks, strict=True):
+            setattr(owner, name, hook)
+
+
+def routers_of(engine: Engine) -> dict[int, Any]:
+    """The routers of an engine's MoE layers, by the layers' numbers."""
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    return {module.layer_id: module.router for module in modules if hasattr(module, "router")}
 
 
 def held_tensors(engine: Engine) -> dict[str, str]:

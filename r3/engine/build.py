@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 
 from r3 import extras
 from r3.engine.memory import neighbours_named
+from r3.engine.route_slots import capturing
 from r3.models.families import FAMILIES, implied_keys
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
@@ -37,7 +38,7 @@ class EngineConfigError(RuntimeError):
     """vLLM built an engine whose routes, weights or log-probabilities cannot be trusted."""
 
 
-def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
+def refuse_unfit(built: VllmConfig, config: Config) -> None:
     """Compare the engine that vLLM built with what R3 relies on.
 
     The built engine is compared, not its arguments: defaults, the environment, the checkpoint's
@@ -45,7 +46,6 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
 
     Args:
         built: vLLM's configuration of the engine.
-        capture: whether it must return routed experts.
 
     Raises:
         EngineConfigError: lists every difference.
@@ -55,10 +55,6 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
     part = "a rank captures a part only"
     pushed = "the weight sync writes plain full tensors into the engine"
     facts: dict[str, tuple[object, str]] = {
-        "model_config.enable_return_routed_experts": (
-            capture,
-            "engine and replay.mode must agree: routes are captured on both sides or on none",
-        ),
         "model_config.quantization": (None, pushed),
         "model_config.dtype": (getattr(torch, config.engine.dtype), "engine.dtype"),
         "model_config.logprobs_mode": (
@@ -167,7 +163,6 @@ def build_llm(
         dtype=engine.dtype,
         tensor_parallel_size=config.parallel.engine_tp,
         distributed_executor_backend="external_launcher",
-        enable_return_routed_experts=capture,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         max_model_len=max_model_len,
@@ -186,11 +181,16 @@ def build_llm(
     if cpu:
         arguments = cpu.arguments(config, shape, max_model_len) | arguments
     else:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `capturing` knows the first one
         arguments |= cuda_arguments(config, share)
-    with kept_process_state(), neighbours_named(device, share):
+    hooks = capturing(is_cuda=device.is_cuda) if capture else nullcontext()
+    with kept_process_state(), neighbours_named(device, share), hooks:
         llm: LLM = cpu.build(LLM, arguments) if cpu else LLM(**arguments)
     _unlink_message_queues()
-    refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
+    # From 0.31 on a forgotten engine would destroy the process group that it did not make.
+    if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
+        finalizer.detach()
+    refuse_unfit(llm.llm_engine.vllm_config, config)
     if cpu:
         llm.collective_rpc(
             lambda worker: cpu.replace_layers(list(worker.model_runner.get_model().modules()))
@@ -323,7 +323,7 @@ def cuda_arguments(config: Config, share: float) -> dict[str, Any]:
     return dict(
         enable_sleep_mode=True,
         gpu_memory_utilization=share,
-        # Modular Triton experts capture routes; up to vLLM 0.27 a fused kernel returned only zeros.
+        # These ask the router that has the hook; other kernels choose experts themselves.
         moe_backend="triton",
         # On Hopper vLLM would choose FlashInfer, which may be absent and compiles when first used.
         gdn_prefill_backend="triton",

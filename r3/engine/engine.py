@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from r3 import extras
 from r3.engine.build import build_llm
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.memory import Part, Sleeper, share_of_device
+from r3.engine.route_slots import SlotRoutes
 from r3.engine.sampler import CaptureSpec, Sampler
 from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state
@@ -114,7 +114,7 @@ class Engine:
         )
         # vLLM's own looks for stop strings, and may read tokenizer.json otherwise.
         self.llm.llm_engine.output_processor.tokenizer = tokenizer
-        self._routes = extras.slot_routes(self.llm) if self.capture and not device.is_cuda else None
+        self._routes = SlotRoutes(self.llm, shape.moe_layers) if self.capture else None
         self._sleeper = Sleeper(self.llm, device, share)
         self.sleep()
 
@@ -283,7 +283,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine, in a process that lives on."""
-        self.llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.engine_core.shutdown()
 
 
 def _listing(title: str, problems: Sequence[str], limit: int = 12) -> str:

@@ -9,22 +9,15 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from r3.algo.packing import MISSING
+from r3.engine.route_slots import SlotRoutes
 from r3.models.shape import ModelShape
 from r3.routing.ledger import check_routes
 from r3.types import Prompt, Rollout, RouteError
-
-
-class Routes(Protocol):
-    """Routes of the requests that ended; `r3.backends.cpu.route_slots.SlotRoutes` keeps them."""
-
-    def take(self, request_id: str) -> np.ndarray: ...
-
-    def clear(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +96,11 @@ class Sampler:
     """Turns in flight in one engine. All ranks of one engine must add the same turns and step
     together."""
 
-    def __init__(self, core: Any, routes: Routes | None = None) -> None:
+    def __init__(self, core: Any, routes: SlotRoutes | None = None) -> None:
         """Take vLLM's `LLMEngine`, which must be idle.
 
         Args:
-            routes: where the routes of finished turns are; None: in the engine's outputs.
+            routes: where the routes of finished turns are; None: nowhere, the engine captures none.
         """
         assert not core.has_unfinished_requests(), "requests of an earlier call are in flight"
         self._core = core
@@ -169,7 +162,7 @@ class Sampler:
                 continue
             turn, completion = self._turns.pop(int(output.request_id)), output.outputs[0]
             name = self._names.pop(turn.key)
-            routes = self._routes.take(name) if self._routes else completion.routed_experts
+            routes = self._routes.take(name) if self._routes else None
             finished.append(
                 Sampled(
                     key=turn.key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from r3.engine import Engine, sampling_seed
 from r3.runtime.device import Device
 from r3.tools.proof import sample_single_turn
-from r3.types import Prompt, Rollout
-from tests.engines import World, engine_from_disk, one_round, signature
+from r3.types import Prompt, Rollout, RouteError
+from tests.engines import World, engine_from_disk, one_round, routers_of, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -29,6 +29,7 @@ class Captured:
         rows, rows_expected: captured rows of routes, and tokens - 1 summed over the requests.
         rows_differ: rows that are not what a hook on the routers saw.
         late_rows_differ: the same for one rollout whose rows are late by a token.
+        faults: messages about requests whose routes were written to wrong slots, or not at all.
         cold_cached_tokens, warm_cached_tokens: prompt tokens found in the prefix cache, without
             and with an earlier request.
         warm_equal, together_equal: cached and batched requests return the same bytes.
@@ -45,6 +46,7 @@ class Captured:
     rows_expected: int
     rows_differ: int
     late_rows_differ: int
+    faults: dict[str, str]
     cold_cached_tokens: int
     warm_cached_tokens: int
     warm_equal: bool
@@ -114,6 +116,7 @@ def captured(device: Device) -> Captured:
         warm_equal = signature([again]) == signature(alone[-1:])
         warm_cached_tokens = sum(cached)
 
+    faults = faulty_captures(engine, lambda: sample(requests[-1:]))
     together = sample(requests)
     prompt = len(requests[0][0].tokens_T)
 
@@ -157,6 +160,7 @@ def captured(device: Device) -> Captured:
         rows_expected=sum(len(rollout.tokens_T) - 1 for rollout in alone),
         rows_differ=differ,
         late_rows_differ=late_rows_differ,
+        faults=faults,
         cold_cached_tokens=cold_cached_tokens,
         warm_cached_tokens=warm_cached_tokens,
         warm_equal=warm_equal,
@@ -188,6 +192,38 @@ def _rows(one: Rollout, other: Rollout) -> tuple[int, int, int]:
     mine, theirs = (np.sort(each.routed_experts[:rows], axis=-1) for each in (one, other))
     late = np.roll(mine, 1, axis=0)
     return rows, *(int((each != theirs).any((1, 2)).sum()) for each in (mine, late))
+
+
+class _Late:
+    """Slots of a pass, each the one after the token's own."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+
+    def __getitem__(self, tokens: slice) -> torch.Tensor:
+        return self._slots[tokens] + 1
+
+
+def faulty_captures(engine: Engine, sample: Callable[[], list[Rollout]]) -> dict[str, str]:
+    """Messages about a request whose routes are written late by a slot, or not in one layer.
+
+    Its blocks held right routes of the same tokens before.
+    """
+    routes = engine._routes
+    assert routes is not None
+    table = routes._table
+    router = routers_of(engine)[table.layers[1]]
+    slots, hook = table._slots_N, router.capture_fn
+    engine.reset_cache()
+    table._slots_N = _Late(slots)  # type: ignore[assignment]
+    late = message_of(sample, RouteError)
+    table._slots_N = slots
+    engine.reset_cache()
+    router.set_capture_fn(None)
+    lost = message_of(sample, RouteError)
+    router.set_capture_fn(hook)
+    engine.reset_cache()
+    return {"late": late, "lost": lost}
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from r3.backends.cpu.engine import normalise_in_one_call, rotate_to_nearest
-from r3.backends.cpu.route_slots import SlotRoutes
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
+from r3.engine.route_slots import SlotRoutes
 from r3.layers.norms import _Norm
 from r3.models.tensors import Experts
 from r3.runtime.device import Device
@@ -24,7 +24,7 @@ from r3.sync.residency import ResidencyError, State
 from r3.sync.weights import SyncError
 from r3.tools.proof import prove_sync, sample_single_turn
 from r3.types import Rollout
-from tests.engines import World, held_tensors, signature, without_capture
+from tests.engines import World, held_tensors, signature
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
@@ -38,7 +38,6 @@ class Guards:
         messages: by mistake.
         works: whether it samples after all of them.
         unfit: by fact that was changed.
-        other_side: for an engine that captures routes although replay.mode is off.
         fit: for the engine as it was built.
         sleeps: the engine that sleeps and wakes several times.
         norms: its norms against the policy's.
@@ -51,7 +50,6 @@ class Guards:
     works: bool
     inspected_here: bool
     unfit: dict[str, str]
-    other_side: str
     fit: str
     sleeps: list[Sleep]
     norms: Norms
@@ -277,8 +275,7 @@ def engine_guards(device: Device) -> Guards:
         messages=messages | captures,
         works=sample()[0].num_response_tokens > 0,
         unfit=_unfit(built, world.config),
-        other_side=_refusal(built, world.config, capture=False),
-        fit=_refusal(built, world.config, capture=True),
+        fit=_refusal(built, world.config),
         sleeps=sleeps,
         norms=compared,
         rotated=rotated,
@@ -288,24 +285,28 @@ def engine_guards(device: Device) -> Guards:
 
 
 def capture_guards(engine: Engine) -> dict[str, str]:
-    """Messages about routes that cannot be captured as R3 does it on CPU."""
-    core = engine.llm.llm_engine.engine_core.engine_core
-    messages = {"slots twice": message_of(lambda: SlotRoutes(engine.llm), AssertionError)}
-    core.scheduler.scheduler_config.async_scheduling = True
-    messages["slots ahead"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
-    core.scheduler.scheduler_config.async_scheduling = False
-    with without_capture(engine):
-        core.scheduler.enable_return_routed_experts = True
-        messages["no layers"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
-        core.scheduler.enable_return_routed_experts = False
+    """Messages about routes that cannot be captured."""
     routes = engine._routes
     assert routes is not None
-    messages["no router"] = message_of(lambda: routes.store(1), AssertionError)
-    batch, routes._batch = routes._batch, None
-    messages["another batch"] = message_of(lambda: routes.store(1), AssertionError)
-    routes._batch = batch
-    routes._chosen.update({layer: torch.zeros(2, 2) for layer in routes._layers})
-    messages["other tokens"] = message_of(lambda: routes.store(1), AssertionError)
+    table = routes._table
+
+    def other_layers() -> None:
+        SlotRoutes(engine.llm, table.layers[1:])
+
+    def other_blocks() -> None:
+        table.read([1], 0, table.block_size + 1)
+
+    messages = {
+        "other layers": message_of(other_layers, AssertionError),
+        "few blocks": message_of(other_blocks, AssertionError),
+    }
+    runner = table._runner
+    del runner.r3_routes
+    messages["no table"] = message_of(lambda: SlotRoutes(engine.llm, table.layers), AssertionError)
+    runner.r3_routes = table
+    batch, table._batch = table._batch, None
+    messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)
+    table._batch = batch
     return messages
 
 
@@ -362,7 +363,6 @@ def _unfit(built: Any, config: Config) -> dict[str, str]:
     """Message about the built engine's config with one fact changed, for each fact R3 relies on."""
     messages = {}
     for name, value in {
-        "model_config.enable_return_routed_experts": False,
         "parallel_config.tensor_parallel_size": 2,
         "parallel_config.pipeline_parallel_size": 2,
         "parallel_config.decode_context_parallel_size": 2,
@@ -388,9 +388,9 @@ def _unfit(built: Any, config: Config) -> dict[str, str]:
             object.__setattr__(owner, part, copy.copy(getattr(owner, part)))
             owner = getattr(owner, part)
         object.__setattr__(owner, last, value)
-        messages[last] = _refusal(changed, config, capture=True)
+        messages[last] = _refusal(changed, config)
     return messages
 
 
-def _refusal(built: Any, config: Config, *, capture: bool) -> str:
-    return message_of(lambda: refuse_unfit(built, config, capture=capture), EngineConfigError)
+def _refusal(built: Any, config: Config) -> str:
+    return message_of(lambda: refuse_unfit(built, config), EngineConfigError)

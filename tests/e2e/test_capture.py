@@ -28,6 +28,12 @@ def test_rows_are_what_a_hook_on_the_routers_saw(found: Captured) -> None:
     )
 
 
+def test_rows_in_wrong_slots_and_rows_that_no_router_wrote_are_refused(found: Captured) -> None:
+    """Their blocks held right routes of the same tokens: a row that is left over would pass."""
+    assert "position 0, layer 0: experts [-1, -1] are not all in 0..7" in found.faults["late"]
+    assert "position 0, layer 1: experts [-1, -1] are not all in 0..7" in found.faults["lost"]
+
+
 def test_cached_prefixes_and_neighbours_change_no_byte(found: Captured) -> None:
     assert found.warm_cached_tokens >= 32  # one block at least
     assert found.warm_equal

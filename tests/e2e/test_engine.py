@@ -91,18 +91,15 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
         "other version": "holds version 1",
         "generate to sync": "memory is in state GENERATE",
         "stale": "does not have the policy's weights",
-        "slots twice": "this engine captures no routes",
-        "slots ahead": "would write to slots of another request",
+        "no table": "this engine captures no routes",
         "another batch": "vLLM replaced its input batch",
-        "no layers": "no router of this engine captures its choices",
-        "other tokens": "routers chose experts of 2 tokens in a step of 1",
-        "no router": "routers of layers [] chose experts in this step, not those of [0, 1, 2, 3]",
+        "other layers": "the engine has routers in layers [0, 1, 2, 3], the model in [1, 2, 3]",
+        "few blocks": "1 blocks of 32 tokens cannot hold the routes of 33 tokens",
     }
     for name, text in expected.items():
         assert text in found.messages[name], f"{name}: {found.messages[name]}"
     assert found.works
-    assert len(found.unfit) == 19
-    assert "enable_return_routed_experts is True, must be False" in found.other_side
+    assert len(found.unfit) == 18
     for name, text in found.unfit.items():
         title, *faults = text.splitlines()
         assert title == "EngineConfigError: the engine cannot be used"

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ def import_engine() -> None:
 def arguments(config: Config, shape: ModelShape, max_model_len: int) -> dict[str, Any]:
     """Prepare vLLM for this model, and return further arguments of its `LLM`."""
     _inspect_models_in_this_process()
+    _replace_kernels_of_vllm_alone()
     _rank_with_biases()
     if shape.delta and not shape.delta.interleaved:
         _do_without_torchvision()
@@ -84,6 +86,27 @@ def _inspect_models_in_this_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda fn: fn()
+
+
+def _replace_kernels_of_vllm_alone() -> None:
+    """Let vLLM (0.31 and later) look for kernels that it replaces in its own modules.
+
+    It looks at every object of every module that is imported, and dies of one in numba.
+    """
+    if find_spec("vllm.triton_utils.dispatcher") is None:
+        return
+    dispatcher: Any = import_module("vllm.triton_utils.dispatcher")
+    rebind = dispatcher._rebind_kernels
+
+    def in_vllm(overrides: Any) -> None:
+        own = {name: each for name, each in sys.modules.items() if name.startswith("vllm.")}
+        dispatcher.sys = SimpleNamespace(modules=own)
+        try:
+            rebind(overrides)
+        finally:
+            dispatcher.sys = sys
+
+    dispatcher._rebind_kernels = in_vllm
 
 
 def _rank_with_biases() -> None:
