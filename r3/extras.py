@@ -337,6 +337,13 @@ def conversation_of(row: Mapping[str, Any]) -> Any:
     return conversation(sample_of(0, row))
 
 
+def machine() -> ModuleType:
+    """What every start needs of its machine (r3.tools.beside.machine)."""
+    from r3.tools.beside import machine
+
+    return machine
+
+
 def header(*given: Any) -> list[str]:
     """The lines that describe a run before its first step (r3.tools.beside.header)."""
     from r3.tools.beside.header import header

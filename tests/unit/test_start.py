@@ -27,10 +27,11 @@ from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.folder import RunDir
-from r3.run.prepare import refusing, require_others_in_reach, require_resources
+from r3.run.prepare import refusing
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
 from r3.tools.beside.header import reward_text, source_lines
+from r3.tools.beside.machine import require_memory, require_others_in_reach
 from r3.tools.beside.result import closing, result
 from r3.tools.check import check_task
 from tests.tiny import random_rollouts, tiny_config
@@ -464,13 +465,13 @@ def test_small_shared_memory_is_refused_before_the_ranks_use_it(
     free = 4 * shape.num_params
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    require_resources(shape)  # just enough
+    require_memory(shape)  # just enough
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free - 1))
     with pytest.raises(ConfigError, match=r"/dev/shm has [\d.]+ MiB free, and 2 ranks share") as it:
-        require_resources(shape)
+        require_memory(shape)
     assert "--shm-size" in str(it.value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    require_resources(shape)  # one rank shares nothing
+    require_memory(shape)  # one rank shares nothing
 
 
 def test_a_home_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
