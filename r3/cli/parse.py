@@ -10,22 +10,19 @@ megatron.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import re
-import shlex
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from r3 import extras
 from r3.checks import Report, examine, load_files
-from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
+from r3.cli.base_config import Base, base_of_config, base_of_run, find_base, placed
+from r3.cli.words import Words, split, with_folder
 from r3.config import (
     HIDDEN,
     OF_OBJECTIVE,
@@ -34,10 +31,7 @@ from r3.config import (
     ConfigError,
     Problem,
     as_typed,
-    changes_of_run,
     flatten,
-    nearest_settings,
-    other_run,
     read_values,
     replacing,
     with_values,
@@ -51,9 +45,6 @@ from r3.runtime.process import die_with_launcher, is_leader, start_command
 from r3.runtime.terminal import own_streams, say
 from r3.user_code.loading import forget_files
 
-_CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
-_SWITCHES = ("dry_run", "check", "help", "models")
-_OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 _MODELS = ("model.path", "algo.teacher", "reward.model_path")
 _LOADED_BY_CHECK = ("reward.model_path",)
@@ -82,18 +73,6 @@ class Invocation:
     read: ReadsRows | None = None
 
 
-@dataclass(kw_only=True)
-class _Words:
-    """The command line taken apart. Values are words, of whatever type."""
-
-    bases: list[str] = field(default_factory=list)
-    own: dict[str, str] = field(default_factory=dict)  # flags of train.py itself, with one word
-    switches: set[str] = field(default_factory=set)
-    topics: list[str] = field(default_factory=list)
-    flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-
 def parse(argv: Sequence[str]) -> Invocation:
     """The run that a command line asks for, with nothing wrong in it.
 
@@ -101,7 +80,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     2. Under torchrun only the first rank prints.
     """
     problems: list[Problem] = []
-    words = _split(argv, problems)
+    words = split(argv, problems)
     dry_run, check = (name in words.switches for name in ("dry_run", "check"))
     asks_help = "help" in words.switches
     has_base = bool(words.bases) or "from" in words.own
@@ -121,8 +100,11 @@ def parse(argv: Sequence[str]) -> Invocation:
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
-    device_gib = _planned("device_gib", "read_device", words, problems)
-    host_gib = _planned("host_gib", "read_host", words, problems)
+    device_gib, host_gib = None, None
+    if {"device_gib", "host_gib"} & {*words.own}:
+        device_gib, host_gib = extras.planner().read_sizes(
+            words.own, problems, plans=dry_run or check
+        )
     if base is None:
         _leave(2, str(ConfigError(problems)))
     if "plan_for" in words.own:
@@ -140,45 +122,31 @@ def parse(argv: Sequence[str]) -> Invocation:
         problems = [each for each in problems if not _is_download(each)]
     is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
     plans = dry_run or (check and not is_launched)
-    config, note = _placed(
+    config, note = placed(
         config,
         problems,
         plans=plans,
         is_chosen=_folder_is_chosen(base, values),
-        again=lambda folder: start_command(_with_folder(argv, folder)),
+        again=lambda folder: start_command(with_folder(argv, folder)),
     )
     doubts: list[str] = []
-    unfit: list[Problem] = []
-    if report.shape and not problems:
-        if device_gib:
-            unfit, doubts = extras.planner().memory_problems(
-                config, report.shape, world_size, device_gib
-            )
-        if host_gib:
-            found = extras.planner().host_problems(config, report.shape, world_size, host_gib)
-            unfit, doubts = unfit + found[0], doubts + found[1]
-        problems += unfit if not dry_run else []
+    if report.shape and not problems and (device_gib or host_gib):
+        unfit, doubts = extras.planner().unfit(
+            config, report.shape, world_size, device_gib, host_gib
+        )
+        problems += [] if dry_run else unfit
     needs = _needs(base, problems) if dry_run else []
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
     differences = base.describe(config)
     warnings = [*base.notes, *words.warnings, *report.warnings]
     if dry_run:
-        title = f"{base.name}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        report_of = extras.dry_run()
-        text = [
-            title,
-            report_of.describe(config, report.shape, world_size, device_gib, differences),
-        ]
-        text += [f"warning: {warning}" for warning in warnings]
-        text += [note] * bool(note)
-        if needs:
-            header = "needs (not here yet; files in configs/ say where to get what a preset names)"
-            text.append(report_of.section(header, "\n".join(f"- {need}" for need in needs)))
-        _leave(0, "\n\n".join(text))
+        text = extras.dry_run().describe(config, report.shape, world_size, device_gib, differences)
+        notes = [*(f"warning: {each}" for each in warnings), note]
+        _leave(0, extras.dry_run().around(text, base.name, world_size, notes, needs))
     # The run that follows a check prints the warnings, all but those about --device-gib.
     for warning in doubts if check else warnings:
         _say(f"warning: {warning}", error=True)
@@ -194,7 +162,7 @@ def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
     Args:
         problems: gets everything that is wrong with the words.
     """
-    words = _split(argv, problems)
+    words = split(argv, problems)
     others = [*words.own, *sorted(words.switches)]
     problems += [
         Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
@@ -241,7 +209,7 @@ def from_python(
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
     report = _examine(config, base, values, world_size, problems, fetched=_MODELS, loads=True)
-    config, note = _placed(
+    config, note = placed(
         config,
         problems,
         is_chosen=_folder_is_chosen(base, values),
@@ -364,58 +332,7 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
     return []
 
 
-def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
-    """The words of every flag: all up to the next one. A value behind `=` may begin with a dash."""
-    words = _Words()
-    times: Counter[str] = Counter()
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if not _is_flag(word):
-            words.bases.append(word)
-            continue
-        flag, equals, value = word.partition("=")
-        given = [value] if equals else []
-        while rest and not _is_flag(rest[0]):
-            given.append(rest.pop(0))
-        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
-        setting = SETTINGS.get(name)
-        times[name] += 1
-        if setting is None and (name not in (*_SWITCHES, *_OF_ONE_WORD) or flag == name):
-            value = given.pop(0) if given and (equals or given[0] not in PRESETS) else ""
-            fix = nearest_settings(name)
-            if not flag.startswith("--"):
-                fix = "write --section.field=VALUE where a value begins with -"
-            problems.append(Problem(flag, value, "there is no such flag", fix))
-            words.bases += given
-        elif name in _SWITCHES:
-            words.switches.add(name)
-            for each in given:
-                is_topic = name == "help" and each in extras.help_texts().TOPICS
-                (words.topics if is_topic else words.bases).append(each)
-        elif setting and setting.is_list and given:
-            words.flags[name] = tuple(given) if len(given) > 1 else given[0]
-        elif not given and not (setting and setting.kind is bool):
-            empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
-            problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
-        else:  # a switch alone means true
-            first, *others = given or ("True",)
-            words.bases += others
-            (words.flags if setting else words.own)[name] = first
-    words.warnings += [
-        f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
-        for name, value in words.flags.items()
-        if times[name] > 1
-    ]
-    return words
-
-
-def _is_flag(word: str) -> bool:
-    """Whether a word begins with a dash and is no negative number."""
-    return re.fullmatch(r"-(?![\d.]|inf\b|nan\b).+", word, re.DOTALL) is not None
-
-
-def _base(words: _Words, problems: list[Problem]) -> Base | None:
+def _base(words: Words, problems: list[Problem]) -> Base | None:
     """The base that the flags override; None if there is none."""
     try:
         if (run_dir := words.own.get("from")) is not None:
@@ -441,7 +358,7 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
         return None
 
 
-def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
+def _world_size(words: Words, config: Config, problems: list[Problem]) -> int:
     """Ranks of the run: torchrun's; without it those asked for, or the fewest the layout takes."""
     plans = "dry_run" in words.switches or "check" in words.switches
     if (asked := words.own.get("world_size")) is not None:
@@ -457,21 +374,7 @@ def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     return config.parallel.smallest_world if plans else 1
 
 
-def _planned(name: str, reader: str, words: _Words, problems: list[Problem]) -> Any:
-    """What a flag about the machine to plan for says, if it is given."""
-    if (word := words.own.get(name)) is None:
-        return None
-    rule, fix = "is for --dry-run and --check: a run knows its machine", "leave it out"
-    if "dry_run" in words.switches or "check" in words.switches:
-        try:
-            return getattr(extras.planner(), reader)(word)
-        except ValueError as error:
-            rule, fix = str(error), "such as 80"
-    problems.append(Problem(f"--{name.replace('_', '-')}", word, rule, fix))
-    return None
-
-
-def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]) -> NoReturn:
+def _plan_for(words: Words, config: Config, base: Base, problems: list[Problem]) -> NoReturn:
     """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
     word = words.own["plan_for"]
     try:
@@ -488,102 +391,6 @@ def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]
         _leave(2, str(ConfigError(problems)))
     fits, text = extras.planner().plan_for(config, report.shape, world_size, device_gib)
     _leave(0 if fits else 1, f"{base.name}: {text}")
-
-
-def _placed(
-    config: Config,
-    problems: list[Problem],
-    *,
-    is_chosen: bool,
-    again: Callable[[str], str],
-    plans: bool = False,
-) -> tuple[Config, str]:
-    """Compare with the run that the folder has, if it can be resumed.
-
-    A run with other settings is a problem, or else the config gets the next folder that is free or
-    has a run which these settings continue.
-
-    Args:
-        problems: what else is wrong. A setting that is wrong by itself is not compared.
-        is_chosen: the user named the folder.
-        again: the command for another folder.
-        plans: nothing is to start, so that another run is a note.
-
-    Returns:
-        The config, and a note or "".
-    """
-    at_fault = {problem.field for problem in problems}
-    if "log.dir" in at_fault:
-        return config, ""
-    try:
-        changes = _changes(config, at_fault)
-        if not changes:
-            return config, ""
-    except ConfigError as error:
-        problems += error.problems
-        return config, ""
-    folder = config.log.dir
-    numbered = (with_values(config, {"log.dir": f"{folder}-{n}"}) for n in itertools.count(2))
-    other = next(each for each in numbered if _is_free(each, at_fault))
-    # An evaluation is of the checkpoint in its folder, and allow_changed is for a resume.
-    stays = is_chosen or config.eval.only or bool(config.checkpoint.allow_changed)
-    if stays and not plans:
-        fix = (
-            f"set them back to continue that run, or start a new one:\n      {again(other.log.dir)}"
-            f"\n    {_first_weights(config)}"
-        )
-        problems.append(other_run(folder, changes, fix))
-        return config, ""
-    end = f"This one: {other.log.dir}. {_first_weights(config)}"
-    if stays:
-        end = f"A start there is refused. Free: --log.dir {other.log.dir}"
-    return other, f"note: {folder} {other_run(folder, changes).rule}  {end}"
-
-
-def _first_weights(config: Config) -> str:
-    """What a new run starts from, beside one in its folder that a user may mean to go on with."""
-    folder = Path(config.log.dir)
-    export = folder / "hf" / max(_saved(folder))
-    made = "" if export.exists() else f" (python -m r3.export {folder} writes it)"
-    return (
-        f"It starts from the weights of {config.model.path}. To start from those of {folder}, add "
-        f"--model.path {export}{made}"
-    )
-
-
-def _saved(folder: Path) -> list[str]:
-    """Names of the complete checkpoints of a run, as those of its exports."""
-    names = (path.name for path in folder.glob("checkpoints/step_*"))
-    return [name for name in names if _CHECKPOINT.fullmatch(name)]
-
-
-def _is_free(config: Config, at_fault: Collection[str]) -> bool:
-    try:
-        return not _changes(config, at_fault)
-    except ConfigError:
-        return False
-
-
-def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of the run to resume in log.dir, although they must not.
-
-    Raises:
-        ConfigError: the settings of that run cannot be read.
-    """
-    folder = Path(config.log.dir)
-    changes = changes_of_run(folder, config) if _saved(folder) else {}
-    return {name: change for name, change in changes.items() if name not in at_fault}
-
-
-def _with_folder(argv: Sequence[str], folder: str) -> str:
-    """The words of a command line, with another --log.dir, without what a launcher's check adds."""
-    others = ("--log.dir", "--world-size")
-    kept = [
-        word
-        for before, word in zip(("", *argv), argv, strict=False)
-        if before not in others and word.partition("=")[0] not in (*others, "--check")
-    ]
-    return shlex.join([*kept, "--log.dir", folder])
 
 
 def _needs(base: Base, problems: list[Problem]) -> list[Problem]:

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from r3.config import Config, to_yaml
+from r3.config import Config, Problem, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.tools.planning.layout_search import RANKS_PER_MACHINE
 from r3.tools.planning.memory_plan import (
@@ -49,6 +49,18 @@ def describe(
         "config": to_yaml(config).rstrip(),
     }
     return "\n\n".join(section(title, text) for title, text in sections.items() if text)
+
+
+def around(
+    plan: str, base: str, world_size: int, notes: Sequence[str], needs: Sequence[Problem]
+) -> str:
+    """The plan with its title, notes, and what is to be downloaded."""
+    title = f"{base}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
+    parts = [title, plan, *filter(None, notes)]
+    if needs:
+        header = "needs (not here yet; files in configs/ say where to get what a preset names)"
+        parts.append(section(header, "\n".join(f"- {need}" for need in needs)))
+    return "\n\n".join(parts)
 
 
 def section(title: str, text: str) -> str:

@@ -17,6 +17,7 @@ import yaml
 
 from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
+from r3.cli.words import split
 from r3.config import SETTINGS, read_values, to_yaml, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.families import FAMILIES, PROOFS
@@ -103,7 +104,7 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
     monkeypatch.setitem(SETTINGS, "train.beta1", floats)
 
     def beta1(*words: str) -> object:
-        return read_values(cli._split(["tiny", *words], []).flags, [], [])["train.beta1"]
+        return read_values(split(["tiny", *words], []).flags, [], [])["train.beta1"]
 
     assert beta1("--train.beta1", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
     assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)

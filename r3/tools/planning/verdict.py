@@ -284,3 +284,40 @@ def read_plan_for(word: str) -> tuple[int, float]:
     if not times or not count.isdecimal() or not int(count):
         raise ValueError("must be the number of devices and their memory in GiB or name, as 8x80")
     return int(count), read_device(device)
+
+
+def read_sizes(
+    flags: Mapping[str, str], problems: list[Problem], *, plans: bool
+) -> tuple[float | None, float | None]:
+    """GiB of a device and of a host to plan for; None where no flag or a wrong one says it."""
+    sizes: list[float | None] = []
+    for name, read in (("device_gib", read_device), ("host_gib", read_host)):
+        sizes.append(None)
+        if name not in flags:
+            continue
+        rule, fix = "is for --dry-run and --check: a run knows its machine", "leave it out"
+        if plans:
+            try:
+                sizes[-1] = read(flags[name])
+                continue
+            except ValueError as error:
+                rule, fix = str(error), "such as 80"
+        problems.append(Problem(f"--{name.replace('_', '-')}", flags[name], rule, fix))
+    return sizes[0], sizes[1]
+
+
+def unfit(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    device_gib: float | None,
+    host_gib: float | None,
+) -> tuple[list[Problem], list[str]]:
+    """What does not fit devices and hosts of these sizes, and what fits hardly."""
+    problems, doubts = list[Problem](), list[str]()
+    if device_gib:
+        problems, doubts = memory_problems(config, shape, world_size, device_gib)
+    if host_gib:
+        found = host_problems(config, shape, world_size, host_gib)
+        problems, doubts = problems + found[0], doubts + found[1]
+    return problems, doubts

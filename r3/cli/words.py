@@ -1,0 +1,93 @@
+"""The words of a command line: flags of train.py, settings, and the base.
+
+They are found here, since a parser that reads values stops at the first wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from r3 import extras
+from r3.config import SETTINGS, Problem, as_typed, nearest_settings
+from r3.configs import PRESETS
+
+SWITCHES = ("dry_run", "check", "help", "models")
+_OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
+
+
+@dataclass(kw_only=True)
+class Words:
+    """The command line taken apart. Values are words, of whatever type."""
+
+    bases: list[str] = field(default_factory=list)
+    own: dict[str, str] = field(default_factory=dict)  # flags of train.py itself, with one word
+    switches: set[str] = field(default_factory=set)
+    topics: list[str] = field(default_factory=list)
+    flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def split(argv: Sequence[str], problems: list[Problem]) -> Words:
+    """The words of every flag: all up to the next one. A value behind `=` may begin with a dash."""
+    words = Words()
+    times: Counter[str] = Counter()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            words.bases.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        given = [value] if equals else []
+        while rest and not _is_flag(rest[0]):
+            given.append(rest.pop(0))
+        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
+        setting = SETTINGS.get(name)
+        times[name] += 1
+        if setting is None and (name not in (*SWITCHES, *_OF_ONE_WORD) or flag == name):
+            value = given.pop(0) if given and (equals or given[0] not in PRESETS) else ""
+            fix = nearest_settings(name)
+            if not flag.startswith("--"):
+                fix = "write --section.field=VALUE where a value begins with -"
+            problems.append(Problem(flag, value, "there is no such flag", fix))
+            words.bases += given
+        elif name in SWITCHES:
+            words.switches.add(name)
+            for each in given:
+                is_topic = name == "help" and each in extras.help_texts().TOPICS
+                (words.topics if is_topic else words.bases).append(each)
+        elif setting and setting.is_list and given:
+            words.flags[name] = tuple(given) if len(given) > 1 else given[0]
+        elif not given and not (setting and setting.kind is bool):
+            empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
+            problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
+        else:  # a switch alone means true
+            first, *others = given or ("True",)
+            words.bases += others
+            (words.flags if setting else words.own)[name] = first
+    words.warnings += [
+        f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
+        for name, value in words.flags.items()
+        if times[name] > 1
+    ]
+    return words
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word begins with a dash and is no negative number."""
+    return re.fullmatch(r"-(?![\d.]|inf\b|nan\b).+", word, re.DOTALL) is not None
+
+
+def with_folder(argv: Sequence[str], folder: str) -> str:
+    """The words of a command line, with another --log.dir, without what a launcher's check adds."""
+    others = ("--log.dir", "--world-size")
+    kept = [
+        word
+        for before, word in zip(("", *argv), argv, strict=False)
+        if before not in others and word.partition("=")[0] not in (*others, "--check")
+    ]
+    return shlex.join([*kept, "--log.dir", folder])
