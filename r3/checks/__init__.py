@@ -83,6 +83,9 @@ def examine(
         read: reads the rows of data files; one that remembers them serves several configs.
     """
     found = Findings(config)
+    typed = (setting.type_problem(found.values[name]) for name, setting in SETTINGS.items())
+    if wrong := [problem for problem in typed if problem]:  # of a Python program: no rule reads it
+        return Report(tuple(wrong), (), None, read)
     shape = check_model(config, found) or known_shape
     for name, setting in SETTINGS.items():
         if found.sound(name) and (problem := setting.problem(found.values[name])):

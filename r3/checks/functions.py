@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from r3 import extras
 from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, with_values
+from r3.config.arguments import ENVIRONMENT, JUDGES, names_of
 from r3.config.check import Findings
-from r3.config.names import ENVIRONMENT, JUDGES, names_of
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
 
 BUILTIN_REWARDS = ("gsm8k", "exact", "row", *JUDGES, *ENVIRONMENT)

@@ -5,7 +5,16 @@ each with field, value, rule and fix, before any device is touched. Presets are 
 Imports nothing heavy.
 """
 
-from r3.config.fields import ConfigError, Problem, Setting, as_typed, shown
+from r3.config.fields import (
+    HIDDEN,
+    ConfigError,
+    Problem,
+    Setting,
+    as_typed,
+    key_problems,
+    looks_like_key,
+    shown,
+)
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.reading import (
     changes_of_run,
@@ -28,7 +37,6 @@ from r3.config.run import (
     EvalSet,
     LogConfig,
 )
-from r3.config.secrets import HIDDEN, key_problems, looks_like_key
 from r3.config.settings import (
     SETTINGS,
     Config,

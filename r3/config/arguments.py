@@ -1,4 +1,4 @@
-"""Settings with keyword arguments for users' code, and which function gets which argument.
+"""Names of functions and their keyword arguments: which function of a user gets which argument.
 
 --reward.args bonus=1.0        every function that has a parameter `bonus`
 --reward.args f.bonus=1.0      the function that metrics show as `f`
@@ -15,7 +15,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r3.config.names import kind_of
+# Names in `reward.function` that stand for the environment's own reward. `none` says that there is
+# no other reward function.
+ENVIRONMENT = ("env", "none")
+JUDGES = ("gym", "math", "http", "self_judge", "model")  # an extra brings them
+
+
+def names_of(specs: Sequence[str]) -> list[str]:
+    """Return the names of reward functions in metrics, dumps and `reward.args`.
+
+    The built-in's name or the function's, numbered if two are the same.
+    """
+    names: list[str] = []
+    for spec in specs:
+        name = base = "env" if spec in ENVIRONMENT else spec.rpartition(":")[2]
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
+    return names
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a file is, to stand behind "is"."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {str: "a text", int | float: "a number", list | tuple: "a list", Mapping: "an object"}
+    other = f"of type {type(value).__name__}"
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), other)
+
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # .5, 1., +3 are no JSON

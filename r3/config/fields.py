@@ -13,14 +13,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from r3.config.arguments import arguments_fault
 
 # vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
 TEMPERATURES = {"ge": 0.01, "le": 2.0}
+TYPES = {
+    str: ((str,), "text"),
+    int: ((int,), "an integer"),
+    float: ((float, int), "a number"),
+    bool: ((bool,), "True or False"),
+}
+"""The types of values, those that Python gives for them, and what they are called."""
 ALWAYS = " "  # it needs nothing of what its section needs
 # 11 days: clocks, sockets and collectives take no number of seconds.
 LONGEST_S = 1_000_000
@@ -148,6 +156,18 @@ class Setting:
         """Whether a run that was started with this config may change it when it is resumed."""
         return self.resume and not (self.unless and self.unless[0](started_with))
 
+    def type_problem(self, value: Any) -> Problem | None:
+        """What is wrong with the type of a value, which a Python program may give."""
+        if self.is_list and not isinstance(value, tuple):
+            return Problem(self.name, value, "must be a list (in Python, a tuple)", self.fix)
+        choices = get_args(self.one)
+        kinds, words = TYPES.get(self.one, ({type(each) for each in choices}, ""))
+        for each in value if self.is_list else (value,):
+            if type(each) not in kinds or (choices and each not in choices):  # True is no number
+                rule = f"must be {words or f'one of {self.type_in_words}'}"
+                return Problem(self.name, value, rule, self.fix)
+        return None
+
     def problem(self, value: Any) -> Problem | None:
         """What is wrong with a value of the right type; None if nothing is."""
         values = value if self.is_list else (value,)
@@ -190,3 +210,48 @@ def shown(value: Any) -> str:
     """A value as one writes it, from its end if it is long; "empty" for none."""
     text = as_typed(value).removeprefix(os.getcwd() + os.sep)
     return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"
+
+
+# ---- keys and passwords, which files of the run, trackers and errors would show
+
+HIDDEN = "[hidden]"
+"""What earlier versions wrote into the files of a run in place of a key."""
+
+_NAME = (
+    r"[\w.-]*(?:(?:api|access|secret|private|openai|account|subscription)[_-]?key|pass(?:word|wd)s?"
+    r"|passphrase|_pass|pwd|secret|credentials?|(?:access|api|auth|hf|private)[_-]?token"
+    r"|(?<![\w-])token|(?<=--)token)"
+)
+# Not $NAME, <NAME>, a path, a number or an empty value.
+_VALUE = r"['\"]?(?![$<{\[/~.*]|\d+\b)[^\s'\"]{4}"
+_PATTERNS = (  # NAME=VALUE, "NAME": "VALUE", NAME: VALUE; --NAME VALUE; headers
+    re.compile(rf"(?i){_NAME}(?:['\"]?=|['\"]\s?:\s?|:\s?(?=\S*\d)){_VALUE}"),
+    re.compile(rf"(?i)--{_NAME}\s+{_VALUE}"),
+    re.compile(rf"(?i)\b(?:authorization['\"]?\s?[=:]\s?|bearer\s+(?=\S*\d)){_VALUE}"),
+    re.compile(r"://[^\s/?#@'\"]*:[^\s/?#@'\"$<{]+@"),  # https://user:password@host
+    # The forms of OpenAI, Anthropic, Hugging Face, GitHub, Slack, AWS and Google.
+    re.compile(r"\b(?:sk-(?=[\w-]*\d)[\w-]{16,}|hf_[A-Za-z]{20,}|gh[opusr]_[A-Za-z0-9]{20,})"),
+    re.compile(r"\b(?:xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,})"),
+)
+
+
+def looks_like_key(text: str) -> bool:
+    """Whether a text contains a key or a password. A path that exists contains none."""
+    found = any(pattern.search(text) for pattern in _PATTERNS)
+    return found and not Path(text.partition(":")[0]).exists()
+
+
+def key_problems(values: Mapping[str, object]) -> list[Problem]:
+    """Settings that contain a key, without showing it."""
+    return [
+        Problem(
+            name,
+            f"{text[:2]}... ({len(text)} characters)",
+            "looks like a key or a password, which config.yaml, trackers and errors would show",
+            "put it into an environment variable that your code or agent reads; "
+            "reward.api_key_env names one for the HTTP judge",
+        )
+        for name, value in values.items()
+        for text in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(text, str) and looks_like_key(text)
+    ]

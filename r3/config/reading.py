@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from r3.config.arguments import argument_items
-from r3.config.fields import ConfigError, Problem
+from r3.config.fields import TYPES, ConfigError, Problem
 from r3.config.settings import SETTINGS, Config, fixed_changes, with_values
 
 _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
@@ -218,12 +218,8 @@ def _parse_as(kind: Any, value: object) -> Any:
         if text not in ("true", "yes", "on", "false", "no", "off"):
             raise ValueError("must be True or False")
         return text in ("true", "yes", "on")
-    accepted, expected = {
-        str: ((str,), "text"),
-        int: ((int, str), "an integer"),
-        float: ((int, float, str), "a number"),
-    }[kind]
-    if type(value) in accepted:  # not isinstance: True is no number
+    accepted, expected = TYPES[kind]
+    if type(value) in (*accepted, str):  # not isinstance: True is no number
         with suppress(ValueError):
             return kind(value)
     in_quotes = kind is str and isinstance(value, bool | int | float)  # of YAML or Python

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from r3.config.arguments import names_of
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
-from r3.config.names import names_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
 
+from r3.config.arguments import names_of
 from r3.config.fields import Problem, Setting, setting
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
-from r3.config.names import names_of
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, LogConfig
 from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from r3.config.names import kind_of
+from r3.config.arguments import kind_of
 
 if TYPE_CHECKING:  # it imports numpy
     from r3.types import Message

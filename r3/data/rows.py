@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from r3.config import Config, EvalSet
-from r3.config.names import kind_of
+from r3.config.arguments import kind_of
 from r3.data.conversation import (
     Fault,
     MessageFault,

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 from r3 import extras
 from r3.config import RewardConfig
-from r3.config.names import ENVIRONMENT, JUDGES, names_of
+from r3.config.arguments import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer

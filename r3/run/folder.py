@@ -190,7 +190,7 @@ def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
             continue
         if not isinstance(row, dict):
             # Late: the process that watches a rank has no packages, which r3.config imports.
-            from r3.config.names import kind_of
+            from r3.config.arguments import kind_of
 
             row = f"{kind_of(row)}, not an object"
         found.append((number, row))

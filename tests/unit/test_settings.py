@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from r3.checks import problems
 from r3.config import (
     SETTINGS,
     Config,
@@ -441,7 +442,12 @@ def test_every_number_has_a_rule() -> None:
         (Setting(ge=1), [1, 2.5], [0, -1, math.inf], "must be at least 1"),
         (Setting(gt=0), [1e-9], [0, -1, math.nan], "must be above 0"),
         (Setting(ge=0, le=1), [0, 0.5, 1], [-0.1, 1.1], "must be between 0 and 1"),
-        (Setting(gt=0, lt=1), [0.5], [0, 1], "must be between 0 and 1 (0 and 1 excluded)"),
+        (
+            Setting(gt=0, lt=1),
+            [0.5],
+            [0, 1],
+            "must be between 0 and 1 (0 and 1 excluded)",
+        ),
         (Setting(zero=True, gt=1), [0, 2], [1, -1], "must be 0 or above 1"),
         (
             Setting(le=1, ge=0, why="it is a part"),
@@ -449,7 +455,12 @@ def test_every_number_has_a_rule() -> None:
             [2],
             "must be between 0 and 1: it is a part",
         ),
-        (Setting(pattern="[a-z]+", words="lower case"), ["ab"], ["aB", ""], "must be lower case"),
+        (
+            Setting(pattern="[a-z]+", words="lower case"),
+            ["ab"],
+            ["aB", ""],
+            "must be lower case",
+        ),
         (Setting(kind=tuple[int, ...], ge=1), [(), (1, 2)], [(1, 0)], "must be at least 1"),
     ],
     ids=lambda each: each.rule if isinstance(each, Setting) else "",
@@ -459,6 +470,24 @@ def test_a_rule_accepts_what_its_words_say(
 ) -> None:
     assert not any(map(rule.problem, good)) and all(map(rule.problem, bad))
     assert rule.rule == words
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("train.steps", True, "must be an integer"),
+        ("train.steps", 1.0, "must be an integer"),
+        ("train.lr", "1e-4", "must be a number"),
+        ("log.progress", 1, "must be True or False"),
+        ("data.path", "rows.jsonl", "must be a list (in Python, a tuple)"),
+        ("data.path", (Path("rows.jsonl"),), "must be text"),
+        ("engine.sleep_level", True, "must be one of 1, 2"),
+        ("replay.mode", "on", "must be one of off, r2, r3"),
+    ],
+)
+def test_sections_made_in_python_are_checked_as_well(name: str, value: object, rule: str) -> None:
+    (problem,) = problems(with_values(TINY, {name: value}), 2)
+    assert (problem.field, problem.rule) == (name, rule)
 
 
 def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
