@@ -307,13 +307,6 @@ def test_a_split_of_a_folder_is_told_by_names(tmp_path: Path) -> None:
     assert levels("/data") == []  # two splits: refused
 
 
-def test_a_folder_that_changed_is_read_again_with_equal_size_and_time(tmp_path: Path) -> None:
-    for answer in ("#### 1", "#### 2"):
-        (tmp_path / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
-        os.utime(tmp_path / "rows.jsonl", (1, 1))
-        assert read_rows(str(tmp_path), Columns())[0][0].answers == (answer,)
-
-
 def test_the_processes_of_a_start_take_what_one_has_read(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,16 +342,19 @@ def test_a_run_takes_the_rows_that_its_command_line_has_checked(tmp_path: Path) 
     assert len(read_task(invocation.config, 1).prompts) == 3
 
 
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n---\n"
+
+
 @pytest.mark.usefixtures("_own_cache")
-def test_a_clone_that_changed_is_read_again_too(tmp_path: Path) -> None:
-    """Its card has `configs`, so `datasets` reads it, which keeps what it has read."""
-    card = "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n---\n"
-    (tmp_path / "clone").mkdir()
-    (tmp_path / "clone" / "README.md").write_text(card)
+@pytest.mark.parametrize("card", ["", CARD], ids=["folder", "clone"])
+def test_what_changed_is_read_again_with_equal_size_and_time(card: str, tmp_path: Path) -> None:
+    """A card with `configs` is for `datasets`, which keeps what it has read."""
+    (folder := tmp_path / "rows").mkdir()
+    (folder / "README.md").write_text(card)
     for answer in ("#### 1", "#### 2"):
-        (tmp_path / "clone" / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
-        os.utime(tmp_path / "clone" / "rows.jsonl", (1, 1))
-        rows, problems = read_rows(str(tmp_path / "clone"), Columns())
+        (folder / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
+        os.utime(folder / "rows.jsonl", (1, 1))
+        rows, problems = read_rows(str(folder), Columns())
         assert not problems and rows[0].answers == (answer,)
 
 
@@ -440,14 +436,6 @@ def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:
             problem.field == key
             and "is missing; the row has extra, reward.truth, reward" in problem.rule
         )
-
-
-def test_rows_may_have_no_answers(tokenizer: Any, tmp_path: Path) -> None:
-    path = jsonl(tmp_path, [{"question": "Say hi."}])
-    (prompt,) = load_prompts(
-        path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99
-    ).prompts
-    assert prompt.answer == ""
 
 
 def test_messages_about_a_held_out_set_name_its_settings(tmp_path: Path) -> None:
@@ -553,17 +541,6 @@ def test_labels_of_sources_differ() -> None:
     assert source_labels(["a/r.jsonl", "a/r.jsonl", "b/r.jsonl", "c.jsonl"]) == [
         *("a/r.jsonl", "a/r.jsonl#2", "b/r.jsonl", "c.jsonl"),
     ]
-
-
-def test_two_files_of_one_name_have_prompts_of_different_names(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    sources = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        sources.append(jsonl(tmp_path / name, ROWS))
-    dataset = load_prompts(sources, tokenizer, **OPTIONS)
-    assert len({prompt.id for prompt in dataset.prompts}) == 6
 
 
 def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
