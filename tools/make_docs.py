@@ -64,10 +64,10 @@ those of an empty preset.
 | `train.py my_presets.py:small` | a function of yours, without arguments, that returns a `Config` |
 | `train.py --from RUN_DIR` | an earlier run |
 
-Flags override all of them. If a flag or a run file contradicts a setting of the preset, the flag or
-file wins, and the header says so. One that names an environment (`env.name`, `env.path` or
-`env.command`) replaces that of its base, `env.args` included. If a flag is given twice, the last
-one counts, with a warning.
+Flags override all of them. What then contradicts another setting is refused, with the flag to add.
+`train.objective` brings the settings that it needs. A flag or file that names an environment
+(`env.name`, `env.path` or `env.command`) replaces that of its base, `env.args` included. If a flag
+is given twice, the last one counts, with a warning.
 
 A run file has the sections of this page and names its base: a preset, another file, or
 `file.py:function`.

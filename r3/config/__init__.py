@@ -5,6 +5,8 @@ each with field, value, rule and fix, before any device is touched. Presets are 
 Imports nothing heavy.
 """
 
+from r3.config.arguments import argument_value, keyword_arguments
+from r3.config.effect import Around, conditions, doubtful, without_effect
 from r3.config.fields import (
     HIDDEN,
     ConfigError,

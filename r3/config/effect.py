@@ -4,7 +4,7 @@ A word of `needs` is one of:
 
     algo.kl_coef                    that setting is not 0, false, none or empty
     algo.loss=ppo_clip|minirl       it has one of these values, or is a function of the user's file
-    training                        a condition of `_unmet`
+    training                        a condition of `conditions`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def without_effect(config: Config, given: Collection[str] | None, around: Around
         given: settings that the user named; None: all. A preset's own settings are not warned of.
         around: facts beside the settings.
     """
-    values, unmet = flatten(config), _unmet(config, around)
+    values, unmet = flatten(config), conditions(config, around)
     notes = []
     for name, declared in SETTINGS.items():
         if values[name] == declared.default or (given is not None and name not in given):
@@ -61,7 +61,7 @@ def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
     return "" if holds else f"{name} is {shown(value)}"
 
 
-def _unmet(config: Config, around: Around) -> dict[str, str]:
+def conditions(config: Config, around: Around) -> dict[str, str]:
     """Every condition with the reason why it does not hold; "" where it does."""
     algo, train, env = config.algo, config.train, config.env
     is_sft, is_distill = train.objective == "sft", train.objective == "distill"

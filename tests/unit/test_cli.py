@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import yaml
 
 from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
-from r3.cli.words import split
-from r3.config import SETTINGS, read_values, to_yaml, with_values
+from r3.config import SETTINGS, Problem, to_yaml, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.families import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
@@ -99,17 +97,17 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
     assert (config.eval.path, config.data.system_prompt) == ((), "a = b")
 
 
-def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    floats = replace(SETTINGS["train.beta1"], kind=tuple[float, ...])
-    monkeypatch.setitem(SETTINGS, "train.beta1", floats)
+def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
+    def weights(*words: str) -> tuple[float, ...]:
+        problems: list[Problem] = []
+        found = cli.settings_of([*words], problems)["reward.weights"]
+        assert problems == []
+        return tuple(found)
 
-    def beta1(*words: str) -> object:
-        return read_values(split(["tiny", *words], []).flags, [], [])["train.beta1"]
-
-    assert beta1("--train.beta1", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
-    assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)
-    assert beta1("--train.beta1", "3") == (3.0,)
-    assert beta1("--train.beta1", "", "--train.seed", "1") == ()
+    assert weights("--reward.weights", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
+    assert weights("--reward.weights=-.5", "1e-3") == (-0.5, 1e-3)
+    assert weights("--reward.weights", "3") == (3.0,)
+    assert weights("--reward.weights", "", "--train.seed", "1") == ()
 
 
 def test_a_switch_alone_is_true() -> None:

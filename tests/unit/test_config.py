@@ -17,9 +17,9 @@ from r3.config import (
     SETTINGS,
     ConfigError,
     DataConfig,
+    keyword_arguments,
     with_values,
 )
-from r3.config.arguments import keyword_arguments
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.extras import device_problems
 from r3.models.shape import ModelShape

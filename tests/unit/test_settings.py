@@ -13,15 +13,19 @@ import yaml
 from r3.checks import problems
 from r3.config import (
     SETTINGS,
+    Around,
     Config,
     ConfigError,
     ParallelConfig,
     Problem,
     Setting,
+    argument_value,
+    conditions,
     fixed_changes,
     flatten,
     from_yaml,
     help_of,
+    keyword_arguments,
     load_yaml,
     nearest_settings,
     other_run,
@@ -31,7 +35,6 @@ from r3.config import (
     values_of,
     with_values,
 )
-from r3.config.arguments import argument_value, keyword_arguments
 from r3.configs import PRESETS
 from tests.settings import TINY
 
@@ -426,6 +429,17 @@ def test_every_field_says_whether_it_may_change_on_resume() -> None:
     fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
     assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
     assert fixed - free == {"data", "rollout", "algo", "lora"}
+
+
+def test_what_a_setting_needs_is_a_setting_or_a_condition() -> None:
+    """A word that is neither would raise an error when somebody sets the setting."""
+    met = conditions(Config(), Around())
+    words = [(name, word) for name, each in SETTINGS.items() for word in each.needs.split()]
+    assert len(words) > 150
+    unknown = [each for each in words if each[1].partition("=")[0] not in {*SETTINGS, *met}]
+    assert unknown == []
+    unused = met.keys() - {word for _, word in words}
+    assert unused == set(), "a condition that no setting names"
 
 
 def test_every_number_has_a_rule() -> None:
