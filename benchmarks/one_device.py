@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from r3.engine.memory import Sleeper
+from r3.engine.engine import Sleeper
 from r3.runtime.device import has_gpu
 
 

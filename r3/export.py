@@ -39,8 +39,7 @@ from r3.models.hf_checkpoint import (
 )
 from r3.models.hub import is_hub
 from r3.models.shape import ModelShape, ShapeError
-from r3.policy.build import build_chunks, in_precision
-from r3.policy.transformer_config import transformer_config
+from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
 from r3.run.digests import changed_since, of_model, read_digests

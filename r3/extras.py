@@ -63,7 +63,7 @@ def dispatch() -> ModuleType:
 
 def exchange_without_copies(wrapped: list[Any]) -> None:
     """Replace Megatron's collectives of gradients and parameters where they copy for nothing."""
-    from r3.backends.exchange import exchange_without_copies
+    from r3.backends.dispatch import exchange_without_copies
 
     exchange_without_copies(wrapped)
 

@@ -20,7 +20,7 @@ from r3.algo.packing import with_advantages
 from r3.backends.cpu.fused_experts import FusedExperts
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
-from r3.layers.layout import local_tokens
+from r3.layers import local_tokens
 from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.policy import NONE_MADE, Passes, Policy, earlier_passes, policy_loss, train_on

@@ -83,8 +83,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "prefetch": ("vllm.config.PrefetchOffloadConfig",),
     },
     "r3/engine/direct_weights.py": _LLM | {"quant_method": ()},  # of linear layers too
-    "r3/engine/engine.py": _LLM,
-    "r3/engine/memory.py": _LLM
+    "r3/engine/engine.py": _LLM
     | {
         # Through the client of an engine in this process.
         "engine_core": ("vllm.v1.engine.core.EngineCore",),
@@ -97,7 +96,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "completion": ("vllm.outputs.CompletionOutput",),
     },
     "r3/backends/cpu/engine.py": _LLM,
-    "r3/backends/cpu/route_slots.py": _LLM
+    "r3/engine/route_slots.py": _LLM
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
         "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
@@ -151,7 +150,7 @@ PASSES_ON = {"vllm.LLM": "vllm.EngineArgs"}
 # Arguments of these are set in another way than by a call.
 ALSO_READ = {
     "torch.optim.AdamW",  # param_groups
-    "megatron.core.transformer.MLATransformerConfig",  # r3.policy.transformer_config
+    "megatron.core.transformer.MLATransformerConfig",  # r3.policy.build
 }
 # Names that R3 uses only where they exist, or adds where they are missing.
 OPTIONAL = {

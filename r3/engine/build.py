@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3 import extras
-from r3.engine.memory import neighbours_named
 from r3.engine.route_slots import capturing
 from r3.models.families import FAMILIES, implied_keys
 from r3.models.hub import folder_of
-from r3.models.shape import ModelShape
-from r3.runtime.device import preserved_random_state
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.runtime.device import GIB, preserved_random_state
 from r3.runtime.process import importing
 from r3.runtime.terminal import say
 
@@ -36,6 +35,56 @@ _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 class EngineConfigError(RuntimeError):
     """vLLM built an engine whose routes, weights or log-probabilities cannot be trusted."""
+
+
+# What vLLM says where another process has memory, or takes some -> what that means for a user.
+_TAKEN = {
+    "Free memory on device": "the engine does not fit beside the other processes on this device",
+    "Memory usage increased after sleeping": "another process took memory of this device while the "
+    "engine gave up its own, which vLLM takes for its own mistake",
+}
+
+
+class DeviceMemoryError(RuntimeError):
+    """Another process has memory of the device that the engine needs."""
+
+
+def share_of_device(config: Config, shape: ModelShape, total_gib: float) -> float:
+    """Fraction of the device's memory that must be free when vLLM builds the engine.
+
+    With `engine.kv_cache_gib` that is what the cache and the weights take: then vLLM uses the
+    fraction for nothing else.
+    """
+    engine = config.engine
+    if not engine.kv_cache_gib:
+        return engine.memory_fraction
+    weights = shape.num_params * BYTES_OF[engine.dtype] / config.parallel.engine_tp
+    return min(1.0, (weights / GIB + engine.kv_cache_gib) / total_gib)
+
+
+@contextmanager
+def neighbours_named(device: Device, share: float) -> Iterator[None]:
+    """Inside, an error of vLLM about other processes' memory names these and says what to do.
+
+    Args:
+        share: fraction of the device that the engine asks for.
+
+    Raises:
+        DeviceMemoryError: in the place of vLLM's error.
+    """
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        reason = next((said for sign, said in _TAKEN.items() if sign in str(error)), "")
+        if not reason:
+            raise
+        free, total = device.memory_gib()
+        raise DeviceMemoryError(
+            f"{reason}. {free:.1f} of {total:.1f} GiB are free; the engine asks for "
+            f"{share * total:.1f}. On the device: {', '.join(device.processes()) or 'unknown'}. "
+            "End the other processes, or use another device. engine.kv_cache_gib, or a smaller "
+            "engine.memory_fraction, lets the engine ask for less"
+        ) from error
 
 
 def refuse_unfit(built: VllmConfig, config: Config) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from r3.engine.build import build_llm
+from r3 import extras
+from r3.engine.build import build_llm, neighbours_named, share_of_device
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
-from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.route_slots import SlotRoutes
 from r3.engine.sampler import CaptureSpec, Sampler
 from r3.engine.weight_push import push
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from r3.models.shape import ModelShape
     from r3.models.tensors import Experts
     from r3.runtime.device import Device
+
+
+Part = Literal["weights", "kv_cache"]
 
 
 class EngineStateError(RuntimeError):
@@ -46,6 +49,47 @@ class Weights(Protocol):
         self, only: Collection[str] | None
     ) -> Iterator[tuple[str | Experts, torch.Tensor]]:
         """Yield full tensors, those of neighbouring experts stacked: all, or those in `only`."""
+
+
+class Sleeper:
+    """Frees and restores the memory of one engine.
+
+    On CUDA this is vLLM's own sleep mode: level 1 keeps weights on the host, level 2 drops them,
+    and the next sync brings all of them. vLLM has no sleep mode on CPU. There its scheduler is
+    paused the same way, and the KV cache is freed (`r3.backends.cpu.engine.KVCache`). CPU weights
+    stay where they are.
+    """
+
+    def __init__(self, llm: LLM, device: Device, share: float) -> None:
+        self._llm = llm
+        self._device, self._share = device, share
+        self._cache = None if device.is_cuda else extras.engine_on_cpu().KVCache(llm)
+
+    def sleep(self, level: int) -> None:
+        """Pause the scheduler, drop cached prefixes and free memory."""
+        # With async scheduling vLLM schedules a batch ahead. The last one belongs to requests that
+        # have finished, and would be read after the next wake.
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.batch_queue:
+            self._llm.llm_engine.step()
+        with neighbours_named(self._device, self._share):
+            self._llm.sleep(level=level)
+        if self._cache:
+            self._cache.free()
+
+    def wake(self, part: Part) -> None:
+        """Restore the memory of a part. Its contents are lost: weights must be loaded again."""
+        if self._cache is None:
+            # Waking needs memory that is free on the device; memory that torch caches is not.
+            self._device.release_memory()
+        elif part == "kv_cache":
+            self._cache.restore()
+        self._llm.wake_up(tags=[part])
+
+    def fill(self) -> None:
+        """Write all of the awake KV cache, so that it takes the memory that it can take on CPU."""
+        if self._cache:
+            self._cache.fill()
 
 
 class Engine:

@@ -8,7 +8,7 @@ The row of a token lies in the slot of its key and value, so routes follow the c
 prefix has them, a preempted request is computed again with them, and chunks, batches and turns
 need no care. They are written inside the forward pass, on CUDA inside vLLM's graphs, by operators
 that read the slots of the pass from vLLM's buffer. A block that is given to a request is emptied
-first: a row that no router wrote is -1, and refused by `r3.routing.capture`.
+first: a row that no router wrote is -1, and refused by `r3.routing.ledger`.
 """
 
 from __future__ import annotations

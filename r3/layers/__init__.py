@@ -1,1 +1,5 @@
-"""Parts of the policy's layers: attention, experts, norms, and the split of tokens over ranks."""
+"""Parts of the policy's decoder layers, the same on CPU and CUDA."""
+
+from r3.layers.attention import Attention, CausalAttention, Flash, Plain, packed_params
+from r3.layers.layout import LocalTokens, local_rows, local_tokens, zigzag_rows
+from r3.layers.norms import RMSNorm, Rotation, inverse_frequencies

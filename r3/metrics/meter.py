@@ -201,7 +201,7 @@ class Meter:
         self._parts, self._seconds, self._began, self.last_step = {}, {}, None, step
 
         ranks = self._axis.all_gather_object(mine)
-        row = _merge(ranks)
+        row = merged_parts(ranks)
         row |= _over_layers(row)
         row |= _rates(row)
         row = self.last_row = dict(sorted(row.items()))
@@ -313,7 +313,7 @@ def _rates(row: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:
+def merged_parts(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:
     row = {}
     for key in set().union(*ranks):
         parts = [part for rank in ranks for part in rank.get(key, ())]

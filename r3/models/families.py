@@ -3,7 +3,7 @@
 To add a family, write one function in r3/models/softmax_families.py or sigmoid_families.py, and one
 line in `FAMILIES`. Everything else follows from the shape: tensor names and sizes
 (r3/models/tensors.py), which load, sync and export weights, and Megatron's settings
-(r3/policy/transformer_config.py). A family with a part that no other one has (a new router, a new
+(r3/policy/build.py). A family with a part that no other one has (a new router, a new
 attention) needs a field of `ModelSizes` too, and that part in r3/layers/.
 """
 

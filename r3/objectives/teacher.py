@@ -17,9 +17,8 @@ from r3.config import Config
 from r3.data.prompts import source_labels
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
-from r3.policy.build import build_chunks, in_precision
+from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.scoring import ScoringPolicy
-from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load, slots
 from r3.routing.replay import attach_replay
 from r3.runtime.device import Device, to_host

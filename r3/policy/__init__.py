@@ -7,9 +7,8 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-from r3.policy.build import learning_rate  # noqa: E402
 from r3.policy.memory import chained  # noqa: E402
 from r3.policy.objective import NONE_MADE, Passes, policy_loss  # noqa: E402
-from r3.policy.policy import Policy  # noqa: E402
+from r3.policy.policy import Policy, learning_rate  # noqa: E402
 from r3.policy.scoring import TokenScores  # noqa: E402
 from r3.policy.updates import earlier_passes, kl_of_rollouts, train_on  # noqa: E402

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 
 from r3 import extras
-from r3.config import Config
+from r3.config import Config, TrainConfig
 from r3.layers.layout import LocalTokens
-from r3.metrics.mismatch import mismatch
-from r3.metrics.reduce import Mean, PerLayer
+from r3.metrics.reduce import Mean, PerLayer, mismatch
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
-from r3.policy.build import build_chunks, experts_kind, learning_rate, let_go, wrap
+from r3.policy.build import build_chunks, experts_kind, let_go, transformer_config, wrap
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.scoring import ScoringPolicy
-from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import Slot, load, slots
 from r3.routing.ledger import ReplayLedger, load_metrics, routing_metrics
 from r3.routing.replay import Replay, attach_replay
@@ -387,3 +385,22 @@ def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:
         name: PerLayer(slots=slots, layers=num_layers)
         for name, slots in zip(names, ledger.consumed.tolist(), strict=True)
     }
+
+
+def learning_rate(update: int, total_updates: int, train: TrainConfig) -> float:
+    """Return the learning rate of update number `update`, from 0.
+
+    Linear warm-up, then constant or a decay that ends at `min_lr` with the last update.
+    """
+    if update < train.warmup_updates:
+        return train.lr * (update + 1) / train.warmup_updates
+    if train.lr_schedule == "constant":
+        return train.lr
+    span = max(1, total_updates - 1 - train.warmup_updates)
+    progress = min(1.0, (update - train.warmup_updates) / span)
+    shape = (
+        1.0 - progress
+        if train.lr_schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+    return train.min_lr + (train.lr - train.min_lr) * shape

@@ -14,8 +14,7 @@ from r3.algo.loss import kl_penalty
 from r3.algo.packing import part_of
 from r3.config import AlgoConfig, Config
 from r3.layers.layout import LocalTokens, local_rows
-from r3.metrics.mismatch import mismatch, shadow
-from r3.metrics.reduce import Mean
+from r3.metrics.reduce import Mean, mismatch, shadow
 from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.policy import Policy
 from r3.policy.scoring import TokenScores

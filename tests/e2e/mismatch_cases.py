@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.metrics.mismatch import mismatch
+from r3.metrics import mismatch
 from r3.policy import TokenScores
 from r3.runtime.device import Device
 from r3.sync.residency import State

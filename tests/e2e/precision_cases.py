@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from r3.engine.build import require_head_type
-from r3.metrics.mismatch import mismatch
+from r3.metrics import mismatch
 from r3.runtime.device import Device
 from r3.sync.residency import State
 from tests.engines import World

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from r3.metrics.mismatch import mismatch
+from r3.metrics import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from r3.sync.residency import State

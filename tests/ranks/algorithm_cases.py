@@ -12,7 +12,7 @@ import torch
 from r3.algo.advantage import Reward, advantages_of, dr_grpo, less_kl
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.algo.packing import with_advantages
-from r3.layers.layout import local_tokens, zigzag_rows
+from r3.layers import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
 from r3.policy import Passes, Policy, TokenScores, kl_of_rollouts, policy_loss
 from r3.runtime.device import Device

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from r3.metrics.mismatch import mismatch
+from r3.metrics import mismatch
 from r3.policy import Policy
 from r3.routing.replay import Mode
 from r3.runtime.device import Device

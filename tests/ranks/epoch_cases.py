@@ -10,7 +10,7 @@ import torch
 
 from r3.algo.advantage import Reward
 from r3.config import Config, with_values
-from r3.layers.layout import LocalTokens
+from r3.layers import LocalTokens
 from r3.policy import Policy
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from r3.config import Config
 from r3.engine.direct_weights import matrices
-from r3.layers.attention import packed_params
-from r3.layers.layout import zigzag_rows
+from r3.layers import packed_params, zigzag_rows
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts

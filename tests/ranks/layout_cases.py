@@ -11,13 +11,13 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.layers.attention import packed_params
+from r3.layers import packed_params
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
 from r3.policy import Policy, chained, memory, scoring
+from r3.policy.build import transformer_config
 from r3.policy.scoring import KnownShapes
-from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load
 from r3.run import checkpoint
 from r3.runtime.device import Device

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
-from r3.layers.layout import local_tokens
+from r3.layers import local_tokens
 from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
 from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors

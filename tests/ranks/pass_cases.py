@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from r3.algo.packing import part_of
-from r3.metrics import Mean
-from r3.metrics.mismatch import mismatch
+from r3.metrics import Mean, mismatch
 from r3.policy import Passes, Policy, policy_loss
 from r3.routing.ledger import routing_metrics
 from r3.runtime.device import Device

@@ -112,8 +112,7 @@ def _gradient_buffers(policy: Policy) -> list[torch.Tensor]:
 
 def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0, 1, 2, 3)) -> None:
     """Forward all four micro-batches, then backward in this order; None: in one backward pass."""
-    from r3.layers.attention import packed_params
-    from r3.layers.layout import local_tokens
+    from r3.layers import local_tokens, packed_params
     from r3.policy import NONE_MADE, policy_loss
 
     for chunk in policy.wrapped:

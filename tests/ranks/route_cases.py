@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3.layers.layout import local_tokens
+from r3.layers import local_tokens
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.errors import message_of

@@ -77,8 +77,7 @@ def model_of(
     """Build it with random weights; `options` are Megatron's settings of the router."""
     from megatron.core.transformer import TransformerConfig
 
-    from r3.policy.build import build_chunks
-    from r3.policy.transformer_config import megatron_settings
+    from r3.policy.build import build_chunks, megatron_settings
 
     shape = ModelShape(
         architecture="any",
@@ -130,7 +129,7 @@ def forward_backward(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor
     """Logits of packed sequences, and the gradient of every parameter for a loss that weighs all
     logits differently.
     """
-    from r3.layers.attention import packed_params
+    from r3.layers import packed_params
 
     for parameter in model.chunk.parameters():
         parameter.grad = None

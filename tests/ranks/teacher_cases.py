@@ -12,7 +12,7 @@ import torch
 
 from r3.algo.packing import with_advantages
 from r3.config import with_values
-from r3.layers.layout import local_tokens
+from r3.layers import local_tokens
 from r3.policy import Passes, Policy, policy_loss
 from r3.runtime.device import Device
 from r3.sync.rollouts import PackingSpec, distribute

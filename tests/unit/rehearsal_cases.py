@@ -23,7 +23,7 @@ from r3.backends.dispatch import Transfer
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
 from r3.judges.model import Batches
-from r3.layers.layout import LocalTokens, local_tokens
+from r3.layers import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from r3.policy import Policy, memory, scoring

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
-from r3.metrics.meter import _merge
+from r3.metrics import merged_parts
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collect import rollout_metrics, without_end
@@ -279,7 +279,7 @@ def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
             script.play("Counts", script.scorer("env", "shares"), prompts=numbers)
             for numbers in ranks
         ]
-        merged = _merge(
+        merged = merged_parts(
             [
                 {key: [part] for key, part in rollout_metrics(each.samples).items()}
                 for each in rounds

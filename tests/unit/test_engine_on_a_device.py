@@ -13,13 +13,15 @@ import torch
 
 from r3.configs import KNOWN_SHAPES
 from r3.engine.build import (
+    DeviceMemoryError,
     EngineConfigError,
     cuda_arguments,
+    neighbours_named,
     overrides,
     require_architecture,
+    share_of_device,
     show_as_lines,
 )
-from r3.engine.memory import DeviceMemoryError, neighbours_named, share_of_device
 from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device, programs_on

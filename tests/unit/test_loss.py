@@ -25,7 +25,7 @@ from r3.algo.loss import (
     minirl,
     ppo_clip,
 )
-from r3.metrics.mismatch import mismatch
+from r3.metrics import mismatch
 from r3.tools.contract import loss_fault
 
 pytestmark = pytest.mark.unit

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.layers.attention import CausalAttention, packed_params
+from r3.layers import CausalAttention, packed_params
 from r3.layers.norms import Rotation, _Norm
 from r3.models.shape import ModelShape
-from r3.policy.build import rounded_gating
-from r3.policy.transformer_config import megatron_settings
+from r3.policy.build import megatron_settings, rounded_gating
 from tests.families import FAMILIES, HYBRID, family
 from tests.tiny import tiny_config
 

@@ -25,8 +25,9 @@ from r3.metrics import (
     Quantile,
     Sum,
     UsersMean,
+    mismatch,
+    shadow,
 )
-from r3.metrics.mismatch import mismatch, shadow
 
 pytestmark = pytest.mark.unit
 

@@ -178,7 +178,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from r3.layers.norms import inverse_frequencies
+    from r3.layers import inverse_frequencies
 
     if name == "qwen3-untruncated":
         rope = FAMILIES["qwen3-yarn"][1]["rope_parameters"] | {

@@ -16,7 +16,7 @@ import pytest
 
 from r3.engine.build import cuda_arguments
 from r3.models.shape import ModelShape
-from r3.policy.transformer_config import megatron_settings
+from r3.policy.build import megatron_settings
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import tiny_config
 from tools import upstream
@@ -79,7 +79,7 @@ RELOAD = (
             "keywords ['no_such'] are unknown to vllm.EngineArgs",
         ),
         ("a.py", 'NAME = "VLLM_NO_SUCH_VARIABLE"', "vllm.envs.VLLM_NO_SUCH_VARIABLE"),
-        ("r3/engine/memory.py", "self._llm.sleep(depth=2)", "unexpected keyword argument 'depth'"),
+        ("r3/engine/engine.py", "self._llm.sleep(depth=2)", "unexpected keyword argument 'depth'"),
         ("r3/engine/engine.py", "self.llm.no_such_method()", "is not in upstream.json"),
         (
             "a.py",

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from r3.layers.attention import Attention, Flash, Plain
+from r3.layers import Attention, Flash, Plain
 
 pytestmark = pytest.mark.unit
 
