@@ -133,6 +133,7 @@ def launch(
     ranks: tuple[str, ...] = ("--check", "--standalone", "--nproc_per_node", "2"),
     program: tuple[str, ...] = ("train.py",),
     is_warm: bool = False,
+    base: tuple[str, ...] = FLAGS,
 ) -> Attempt:
     """Start a run on two ranks, with its output in a file beside its folder.
 
@@ -142,6 +143,7 @@ def launch(
         ranks: where the ranks are, for the launcher.
         program: what every rank runs, with the settings of the run.
         is_warm: whether the launcher is forked (`tests.warm`).
+        base: settings of every run.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
@@ -153,7 +155,7 @@ def launch(
         *(interpreter() if is_warm else sys.executable, *LAUNCHER, *ranks),
         *("--max_restarts", str(restarts)),
         *(*program, preset, "--log.dir", str(folder)),
-        *FLAGS,
+        *base,
         *flags,
     ]
     with log.open("wb") as output:
@@ -168,9 +170,11 @@ def launch(
     return Attempt(process, folder, log, pid_file)
 
 
-def finish(folder: Path, *flags: str, is_warm: bool = False) -> Attempt:
+def finish(
+    folder: Path, *flags: str, is_warm: bool = False, base: tuple[str, ...] = FLAGS
+) -> Attempt:
     """Start a run that must reach its last step."""
-    attempt = launch(folder, *flags, is_warm=is_warm)
+    attempt = launch(folder, *flags, is_warm=is_warm, base=base)
     if code := attempt.end():
         raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
     return attempt
