@@ -84,7 +84,7 @@ def kills(count: int, seed: int, root: Path, *, until: float, say: Callable[[str
 
 
 def _kill(attempt: Attempt, moment: str, chance: random.Random, duration_s: float) -> str:
-    """Kill a rank or the launcher at a moment; returns the phase of the rank, "" if it had ended."""
+    """Kill a rank or the launcher at a moment; returns the rank's phase, "" if it had ended."""
     number, target = chance.randrange(2), chance.choice(("rank", "launcher"))
     later_s = chance.uniform(0.0, _LONGEST_S if moment else duration_s)
     rows = chance.randrange(STEPS) if moment else 0
