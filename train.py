@@ -36,7 +36,6 @@ def train(run: Session) -> None:
     from r3.rollout.step import rollout_source
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
-    from r3.run.samples import record_samples
     from r3.run.save import Saver, export_last
     from r3.sync.rollouts import PackingSpec, distribute
     from r3.user_code.algorithm import advantage_of
@@ -112,7 +111,7 @@ def train(run: Session) -> None:
         # 7 report
         meter.add(run.residency.metrics())
         if source:
-            record_samples(run, step, samples, rewards, advantages_R)
+            extras.record_samples(run, step, samples, rewards, advantages_R)
         evaluate_if_due(run, step)
         # every captured route was replayed exactly once in each epoch
         reconcile(meter.close_step(step), epochs=config.train.epochs_per_step)

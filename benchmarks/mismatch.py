@@ -38,7 +38,7 @@ import matplotlib.pyplot as plt
 from benchmarks.learning_curve import BLUE, ENVIRONMENT, GREY, PACKAGES, RED, ROOT, hardware, source
 from r3 import assets
 from r3.run.folder import RunDir, read_jsonl, read_metrics
-from r3.run.samples import read_rollouts
+from r3.tools.dumps import read_rollouts
 from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
 from tests.ranks.dose_cases import DOSES, Dose, dose_response
 from tests.world import run_world

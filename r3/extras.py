@@ -10,7 +10,7 @@ one when it is needed, and says when that is.
 | `tools.help` | `--help`, `--models`, no words at all |
 | `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
 | `tools.check` | `--check` |
-| `tools.view` | `log.show_every` |
+| `tools.dumps` | `log.rollouts_every`, `log.show_every` |
 | `tools.beside` | every start: header, last line, needs of the machine |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
@@ -329,12 +329,12 @@ def library_rows(*given: Any) -> Any:
     return rows_of(*given)
 
 
-def conversation_of(row: Mapping[str, Any]) -> Any:
-    """A row of a dump as the console shows it (`log.show_every`)."""
-    from r3.tools.view.samples import sample_of
-    from r3.tools.view.terminal import conversation
+def record_samples(run: Any, step: int, *given: Any) -> None:
+    """Dump and show the samples of a step, each when due (r3.tools.dumps). All ranks must call."""
+    if run.config.log.rollouts_every or run.config.log.show_every:
+        from r3.tools.dumps import record_samples
 
-    return conversation(sample_of(0, row))
+        record_samples(run, step, *given)
 
 
 def machine() -> ModuleType:

@@ -37,12 +37,12 @@ from r3.run import checkpoint
 from r3.run.folder import RunDir, replacing, step_folders
 from r3.run.open import require_whole, settings_of
 from r3.run.prepare import refusing
-from r3.run.samples import read_rollouts
 from r3.run.session import init_rank
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
 from r3.sync.rollouts import PackingSpec, distribute, share_out
+from r3.tools.dumps import read_rollouts
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from r3.config import to_yaml
 from r3.run.checkpointer import Checkpointer, Copy
-from r3.run.folder import RunDir, step_folders, write_text
-from r3.run.samples import write_eval, write_rollouts
+from r3.run.folder import RunDir, step_folders, write_eval, write_text
 from r3.run.state import RunState
+from r3.tools.dumps import write_rollouts
 from r3.types import Message, Prompt, Rollout, TrainedSample
 from tests.tiny import tiny_config
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from r3.rollout.heldout import HeldOut
 from r3.rollout.heldout import evaluate as evaluate_set
 from r3.run.checkpointer import SaveError
-from r3.run.folder import write_json
-from r3.run.samples import write_eval
+from r3.run.folder import write_eval, write_json
 from r3.run.session import Session
 from r3.runtime.terminal import say
 

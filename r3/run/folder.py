@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,18 @@ def jsonl_line(row: Mapping[str, Any]) -> bytes:
     # Python's JSON writes floats so that they read back bit for bit; NaN and Infinity stay visible
     # as such. Half a surrogate pair, which a response may hold, becomes its JSON escape.
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one line per sample, each with the name of its set; other sets of the same step
+    stay.
+    """
+    path = run_dir.eval(step)
+    others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
+    with replacing(path, private=True) as temporary:
+        lines = [*others, *({"set": name, **row} for row in rows)]
+        temporary.write_bytes(b"".join(map(jsonl_line, lines)))
+    return path
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:

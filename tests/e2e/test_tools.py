@@ -16,7 +16,7 @@ from r3 import assets, show, watch
 from r3.envs.calculator import Calculator, evaluate
 from r3.report import main as report
 from r3.run.folder import read_jsonl
-from r3.run.samples import read_rollouts
+from r3.tools.dumps import read_rollouts
 from r3.types import Rollout
 from tests.runs import rows_of, run
 

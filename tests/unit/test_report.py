@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from r3 import assets
 from r3.cli.base_config import OVERRIDES
 from r3.run.folder import RunDir
-from r3.run.samples import read_rollouts
+from r3.tools.dumps import read_rollouts
 from r3.tools.report.page import (
     Limits,
     columns,

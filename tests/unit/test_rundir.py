@@ -24,10 +24,11 @@ from r3.run.folder import (
     read_metrics,
     replacing,
     truncate_metrics,
+    write_eval,
     write_json,
     write_text,
 )
-from r3.run.samples import read_rollouts, write_eval, write_rollouts
+from r3.tools.dumps import read_rollouts, write_rollouts
 from r3.types import Prompt, Rollout, TrainedSample
 from tests.settings import changed
 

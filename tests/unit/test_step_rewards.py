@@ -25,9 +25,9 @@ from r3.rollout.step_rewards import (
     require_groups,
     reward_metrics,
 )
-from r3.run.samples import trained_samples
 from r3.runtime.mesh import Axis
 from r3.sync.rollouts import PackingSpec, gather_lengths
+from r3.tools.dumps import trained_samples
 from r3.types import Batch, Rollout, Sample
 from r3.user_code.algorithm import advantage_of
 from tests.tiny import random_rollouts, tiny_config

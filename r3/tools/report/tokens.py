@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from r3.run.folder import RunDir, read_jsonl_lines
-from r3.run.samples import arrays_fault
+from r3.tools.dumps import arrays_fault
 from r3.tools.view.runs import ViewError
 
 

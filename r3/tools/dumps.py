@@ -1,9 +1,9 @@
-"""Rollouts of a step and evaluation samples: written to the folder of the run, read back, shown."""
+"""Rollouts of a step: written to the folder of the run, read back, shown (`log.*_every`)."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from r3 import extras
 from r3.algo.advantage import Reward
 from r3.rollout.dump import join_arrays, readable, rollout_facts, split_rollouts
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
 from r3.sync.rollouts import send_samples
+from r3.tools.view.samples import sample_of
+from r3.tools.view.terminal import conversation
 from r3.types import Prompt, Rollout, Sample, TrainedSample
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def record_samples(
     if shows:
         item = trained[step // log.show_every % len(trained)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
-        run.meter.console.show(extras.conversation_of(row_of(item, prompt)))
+        run.meter.console.show(conversation(sample_of(0, row_of(item, prompt))))
 
 
 def trained_samples(
@@ -193,15 +194,3 @@ def arrays_fault(rows: Mapping[int, Mapping[str, Any]], arrays: Mapping[str, np.
 
 def _checksum(tokens_T: np.ndarray) -> int:
     return zlib.crc32(tokens_T.astype(np.int64).tobytes())
-
-
-def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write one line per sample, each with the name of its set; other sets of the same step
-    stay.
-    """
-    path = run_dir.eval(step)
-    others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
-    with replacing(path, private=True) as temporary:
-        lines = [*others, *({"set": name, **row} for row in rows)]
-        temporary.write_bytes(b"".join(map(jsonl_line, lines)))
-    return path
