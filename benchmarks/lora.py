@@ -25,10 +25,9 @@ from benchmarks.learning_curve import TARGET, hardware, made_by, run, source
 from benchmarks.train_step import MIDDLE, MIDDLE_LENGTHS, pack, random_model, recorded
 from r3.assets import TINY_MOE_TIES, WORD_PROBLEMS_EVAL
 from r3.config import Config, LoraConfig, ModelConfig, ParallelConfig, TrainConfig
-from r3.lora.adapters import adapters_of
+from r3.lora.adapters import QuantisedWeight, adapters_of
 from r3.lora.peft import adapter_config, write_adapter
 from r3.lora.plan import adapted_tensors, quantised_tensors
-from r3.lora.quantised_weight import QuantisedWeight
 from r3.models.hf_checkpoint import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy

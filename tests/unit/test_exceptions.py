@@ -16,8 +16,8 @@ from r3.data.prompts import DataError
 from r3.data.rendering import NotRendered
 from r3.data.rows import RowProblem
 from r3.envs.workflow import ModelLimit
-from r3.models.hub import HubError
 from r3.run.ends import StoppedEarly
+from r3.tools.download import HubError
 from r3.user_code.calls import CallError, CallTimeout
 from tests.world import ROOT
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from r3 import assets
 from r3.cli import parse as cli
 from r3.models.hf_checkpoint import CheckpointReader, read_small_files
-from r3.models.hub import HubError, folder_of
 from r3.models.shape import ModelShape
 from r3.tools import download
+from r3.tools.download import HubError
 from tests.hub import Hub, serving, sha_of
 
 pytestmark = pytest.mark.unit
@@ -80,9 +80,8 @@ def start_again() -> None:
 
 def fetch(name: str = NAME) -> Path:
     start_again()
-    download.fetch_small(name)
     download.fetch_weights(name, lambda _: None)
-    return Path(folder_of(name))
+    return download.fetch_small(name)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str | None, str]:

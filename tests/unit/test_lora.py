@@ -18,6 +18,7 @@ from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.lora.adapters import QuantisedWeight
 from r3.lora.peft import (
     adapter_config,
     adapter_notes,
@@ -34,7 +35,6 @@ from r3.lora.plan import (
     quantised_tensors,
     scale_in,
 )
-from r3.lora.quantised_weight import QuantisedWeight
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import fit, host_memory, memory
