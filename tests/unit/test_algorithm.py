@@ -97,18 +97,11 @@ def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
     assert torch.equal(advantage_of(config.algo)(rewards_R, groups_R), rewards_R + 10)
 
 
-def test_arguments_name_the_function_they_are_for(file: Path) -> None:
-    both = AlgoConfig(
-        loss=f"{file}:scaled", advantage=f"{file}:raw", args=("loss.scale=2", "advantage.offset=3")
-    )
-    inputs, rewards = example_inputs(), example_rewards()
-    assert loss_of(both)(inputs, BOUNDS)[0].equal(-2 * inputs.advantages_N * inputs.logprobs_N)
-    assert advantage_of(both)(*rewards).equal(rewards[0] + 3)
-    assert found(tiny(loss=both.loss, advantage=both.advantage, args=both.args)) == {}
-
-
-def test_an_argument_finds_the_function_that_has_the_parameter(file: Path) -> None:
-    both = AlgoConfig(loss=f"{file}:scaled", advantage=f"{file}:raw", args=("scale=2", "offset=3"))
+@pytest.mark.parametrize(
+    "args", [("loss.scale=2", "advantage.offset=3"), ("scale=2", "offset=3")], ids=["named", "bare"]
+)
+def test_an_argument_finds_its_function(args: tuple[str, ...], file: Path) -> None:
+    both = AlgoConfig(loss=f"{file}:scaled", advantage=f"{file}:raw", args=args)
     inputs, rewards = example_inputs(), example_rewards()
     assert loss_of(both)(inputs, BOUNDS)[0].equal(-2 * inputs.advantages_N * inputs.logprobs_N)
     assert advantage_of(both)(*rewards).equal(rewards[0] + 3)
