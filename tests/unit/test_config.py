@@ -453,29 +453,6 @@ def test_windows_and_biased_experts_are_not_divided(tmp_path: Path) -> None:
     assert "attention with sinks on CPU in bfloat16 only" in str(problem)
 
 
-def test_many_problems_come_together() -> None:
-    problems = found(
-        {
-            "rollout.group_size": 1,
-            "rollout.prompts_per_step": 15,
-            "train.lr": -1.0,
-            "parallel.ep": 3,
-            "engine.memory_fraction": 1.0,
-            "data.path": "missing.jsonl",
-            "model.path": "missing",
-        }
-    )
-    assert problems.keys() == {
-        "rollout.group_size",
-        "rollout.prompts_per_step",
-        "train.lr",
-        "parallel.ep",
-        "engine.memory_fraction",
-        "data.path",
-        "model.path",
-    }
-
-
 def test_lists_that_do_not_fit_hide_no_missing_file() -> None:
     problems = found({"eval.path": ["missing.jsonl", "absent.jsonl"]})
     assert problems.keys() == {"eval.name", "eval.path"}
