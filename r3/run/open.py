@@ -19,7 +19,7 @@ from r3.config import (
     Config,
     ConfigError,
     Problem,
-    fixed_changes,
+    changes_of_run,
     from_yaml,
     other_run,
     to_yaml,
@@ -288,7 +288,7 @@ def _require_same_settings(run_dir: RunDir, config: Config, step: int) -> None:
         )
         problems.append(Problem("train.steps", steps, rule, fix))
     if run_dir.config.exists():
-        changes = fixed_changes(from_yaml(run_dir.config.read_text()), config)
+        changes = changes_of_run(run_dir.path, config)
         problems += [other_run(run_dir.path, changes)] if changes else []
     if problems:
         raise ConfigError(problems)
