@@ -35,8 +35,7 @@ def train(run: Session) -> None:
     from r3.policy.updates import earlier_passes, train_on
     from r3.rollout.step import rollout_source
     from r3.routing.ledger import reconcile
-    from r3.run.evaluation import evaluate_alone, evaluate_if_due
-    from r3.run.save import Saver, export_last
+    from r3.run.due import Saver, evaluate_alone, evaluate_if_due, export_last
     from r3.sync.rollouts import PackingSpec, distribute
     from r3.user_code.algorithm import advantage_of
 
