@@ -229,7 +229,7 @@ class ChatTemplate:
         self._check_names(messages, rule)
         text = self._apply(self._in_form(messages, self._form(tools)), tools, opening)
         parts: list[Part] = []
-        marked = [_marked(message, place, parts) for place, message in enumerate(messages)]
+        marked = [_with_markers(message, place, parts) for place, message in enumerate(messages)]
         key = repr((marked, tools, opening))
         if key in self._skeletons:
             try:
@@ -392,7 +392,7 @@ def _forms_of(part: Part, message: Message, rule: Rule) -> list[str]:
     return [value, stripped, value.rstrip(), value.lstrip()]
 
 
-def _marked(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
+def _with_markers(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
     """A message with a marker for every part, which is added to `parts`."""
 
     def marker(kind: str, value: str) -> str:

@@ -198,7 +198,7 @@ def _object(content: Any) -> Mapping[str, Any]:
     """
     per_line = "write one JSON object per line"
     try:
-        content = read_json(content) if isinstance(content, bytes) else content
+        content = strict_json(content) if isinstance(content, bytes) else content
         half = half_character(json.dumps(content, ensure_ascii=False, default=str))
     except SourceError:
         raise
@@ -220,7 +220,7 @@ def _object(content: Any) -> Mapping[str, Any]:
     raise SourceError(rule, fix)
 
 
-def read_json(content: bytes) -> Any:
+def strict_json(content: bytes) -> Any:
     """Read JSON.
 
     Raises:

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3 import extras
-from r3.data.rows import Columns, Row, RowProblem, SourceError, check_row, read_json
+from r3.data.rows import Columns, Row, RowProblem, SourceError, check_row, strict_json
 from r3.user_code.loading import path_fix
 
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
@@ -247,7 +247,7 @@ def _endings(path: Path) -> tuple[str, str]:
 
 def _array(content: bytes) -> Numbered:
     try:
-        return enumerate(read_json(content), 1)
+        return enumerate(strict_json(content), 1)
     except SourceError:
         raise
     except RecursionError:
