@@ -35,7 +35,8 @@ from r3.layers.attention import causal_varlen
 from r3.metrics import is_wall_clock
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir, read_metrics
-from r3.runtime.device import Device, Stash, has_gpu, open_shared, share
+from r3.runtime.device import Device, has_gpu
+from r3.runtime.tensors import Stash, open_shared, share
 from r3.tools.planning.memory_plan import fit
 
 Figures = dict[str, Any]

@@ -31,8 +31,9 @@ from r3.lora.plan import adapted_tensors, quantised_tensors
 from r3.models.hf_checkpoint import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.runtime.device import Device, free_port, init_device, storage_of
+from r3.runtime.device import Device, free_port, init_device
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.tensors import storage_of
 from r3.sync.weights import WeightStream, export
 
 OUT = Path(__file__).parent / "results" / "lora.json"

@@ -89,6 +89,27 @@ def engine_on_cpu() -> ModuleType:
     return engine
 
 
+def megatron_on_cpu() -> ModuleType:
+    """Stand-ins that let Megatron-Core run without CUDA."""
+    from r3.backends.cpu import megatron
+
+    return megatron
+
+
+def cpu_memory() -> ModuleType:
+    """How ranks on CPU keep and return memory."""
+    from r3.backends.cpu import memory
+
+    return memory
+
+
+def host_memory() -> ModuleType:
+    """Page-locked host memory for copies from and to CUDA."""
+    from r3.backends.cuda import host_memory
+
+    return host_memory
+
+
 def share_gloo_thread() -> None:
     """Let all gloo process groups of a rank on CPU share one thread."""
     from r3.backends.cpu import gloo

@@ -222,9 +222,9 @@ def fake_world(
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from r3.backends.cpu.megatron import _Event, _Stream
+    from r3.backends.cuda import host_memory
     from r3.models.hf_checkpoint import CheckpointReader
-    from r3.runtime import host_memory
-    from r3.runtime.device_cpu import _Event, _Stream
 
     current = threading.local()  # as in CUDA, a thread begins on device 0
     stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
@@ -366,7 +366,7 @@ def _streams(order: Order) -> dict[str, Any]:
     """Names of torch.cuda that tell the order of several streams. Storages tell it their memory."""
     import torch
 
-    from r3.runtime.device_cpu import _Event, _Stream
+    from r3.backends.cpu.megatron import _Event, _Stream
 
     class Event(_Event):
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:

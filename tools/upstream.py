@@ -276,7 +276,7 @@ def uses_of(source: str, file: str) -> list[Use]:
             visit(child, function)
 
     visit(tree, tree)
-    if file == "r3/runtime/device_cpu.py":
+    if file == "r3/backends/cpu/megatron.py":
         found += [
             Use(where=file, name=f"megatron.core.{name}") for name in _constant(tree, "_MODULES")
         ]

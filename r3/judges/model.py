@@ -21,7 +21,8 @@ from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer, load_tokenizer
 from r3.models.hub import folder_of
 from r3.rewards import checked
-from r3.runtime.device import Device, Stash, select_device
+from r3.runtime.device import Device, select_device
+from r3.runtime.tensors import Stash
 from r3.types import Prompt
 from r3.user_code.calls import CallError, Failure
 from r3.user_code.loading import problem

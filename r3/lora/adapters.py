@@ -31,8 +31,8 @@ from r3.lora.plan import BLOCK, adapted_tensors, quantised_tensors
 from r3.models.shape import ModelShape
 from r3.models.tensors import Kind, conversion_rules
 from r3.policy.weight_slots import Slot, slots, views
-from r3.runtime.device import storage_of, to_host
 from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.tensors import storage_of, to_host
 
 _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 

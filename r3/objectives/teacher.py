@@ -21,8 +21,9 @@ from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.weight_slots import load, slots
 from r3.routing.replay import attach_replay
-from r3.runtime.device import Device, to_host
+from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.runtime.tensors import to_host
 from r3.types import MicroBatch
 
 

@@ -3,7 +3,7 @@
 import warnings
 
 # Megatron warns in many modules that TransformerEngine and apex are absent, and of its own
-# deprecations. They are absent on purpose; device_cpu handles what matters.
+# deprecations. They are absent on purpose; r3.runtime.mesh handles what matters.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

@@ -38,8 +38,7 @@ from r3.models.tensors import conversion_rules
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
 from r3.runtime.device import Device
-from r3.runtime.device_cpu import cuda_type_names, install
-from r3.runtime.mesh import Mesh
+from r3.runtime.mesh import Mesh, cuda_type_names, install_megatron
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -205,7 +204,7 @@ def build_chunks(
     Returns:
         One chunk, or `parallel.vpp` chunks in an interleaved pipeline.
     """
-    install()  # the imports above may have brought Megatron modules that are not rebound yet
+    install_megatron()  # the imports above may have brought modules that are not repaired yet
     stages = [None] if config.parallel.vpp == 1 else range(config.parallel.vpp)
     return [_build_chunk(config, shape, megatron, mesh, device, stage) for stage in stages]
 

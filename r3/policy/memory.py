@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from r3.runtime.device import Device, SideStream, Stash
+from r3.runtime.device import Device
+from r3.runtime.tensors import SideStream, Stash
 
 _STREAMED_VALUES = 1 << 25
 """Parameters of a part of a streamed optimizer: 384 MiB with three tensors each. Two parts are on

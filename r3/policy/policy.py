@@ -23,9 +23,9 @@ from r3.policy.scoring import ScoringPolicy
 from r3.policy.weight_slots import Slot, load, slots
 from r3.routing.ledger import ReplayLedger, load_metrics, routing_metrics
 from r3.routing.replay import Replay, attach_replay
-from r3.runtime.device import Device, SharedTensor, share, to_host
-from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, cuda_type_names
+from r3.runtime.tensors import SharedTensor, share, to_host
 from r3.types import Batch, Update
 
 OnScores = Callable[[int, LocalTokens, torch.Tensor], None]

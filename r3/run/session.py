@@ -28,13 +28,7 @@ from r3.run.lock import RunLock
 from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.prepare import Prepared
 from r3.run.watchdog import Watchdog
-from r3.runtime.device import (
-    Device,
-    init_device,
-    leave,
-    seed_everything,
-    settle,
-)
+from r3.runtime.device import Device, init_device, leave, seed_everything, settle
 from r3.runtime.mesh import Axis, Mesh, build_mesh
 from r3.runtime.process import Surroundings, is_leader
 from r3.runtime.terminal import say

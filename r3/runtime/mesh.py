@@ -5,12 +5,19 @@ This is the only module that reads Megatron's global parallel state.
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from r3 import extras
+from r3.runtime.device import has_gpu
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,9 +140,7 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
     The order is Megatron's: tp-cp-ep-dp-pp. Engines take consecutive ranks, as vLLM's external
     launcher does.
     """
-    from r3.runtime import device_cpu
-
-    device_cpu.install()  # before any module of Megatron is used
+    install_megatron()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -193,3 +198,66 @@ def forget_mesh() -> None:
         parallel_state.destroy_model_parallel()
         # It forgets this one, and whoever keeps a group keeps the threads and sockets of gloo.
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Megatron-Core as R3 uses it: without TransformerEngine and torch.compile, and on CPU.
+
+
+def install_megatron() -> None:
+    """Repair Megatron, before it is used and after more of it is imported."""
+    _undo_compilation()
+    _repair_without_transformer_engine()
+    if not has_gpu():
+        extras.megatron_on_cpu().install()
+
+
+def cuda_type_names() -> AbstractContextManager[None]:
+    """On CPU, `param.type()` returns CUDA names inside, which Megatron's optimizers ask for."""
+    if has_gpu():
+        return nullcontext()
+    renamed: AbstractContextManager[None] = extras.megatron_on_cpu().cuda_type_names()
+    return renamed
+
+
+_as_written: set[str] = set()  # modules of Megatron without torch.compile
+
+
+def _undo_compilation() -> None:
+    """Run Megatron's small fused operations as they are written, without torch.compile.
+
+    On CUDA it decorates about 40 of them when it is imported, in every router's forward pass too
+    (moe/router.py), where they compile, guard and recompile without gain.
+    """
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for modules to come
+    for name, module in list(sys.modules.items()):
+        # A look at all of them takes a tenth of a second, and every policy asks.
+        if not name.startswith("megatron.core") or module is None or name in _as_written:
+            continue
+        _as_written.add(name)
+        classes = [one for one in vars(module).values() if isinstance(one, type)]
+        for owner in (module, *(one for one in classes if one.__module__ == name)):
+            for key, value in list(vars(owner).items()):
+                # __dict__: stand-ins for absent packages have every attribute.
+                original: Any = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
+                if getattr(original, "__module__", "").startswith("megatron.core"):
+                    static = isinstance(value, staticmethod)
+                    setattr(owner, key, staticmethod(original) if static else original)
+
+
+def _repair_without_transformer_engine() -> None:
+    """Upstream faults of 0.16.1 that show when TransformerEngine is absent, on CUDA as well."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # NameError in the router's gating product
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    # CheckpointWithoutOutput() defaults to the fp8 branch
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = types.SimpleNamespace(  # type: ignore[attr-defined]
+            is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+        )
+        random.activation_recompute_forward = lambda **_k: nullcontext()  # type: ignore[attr-defined]
+        random.fp8_autocast = lambda *_a, **_k: nullcontext()  # type: ignore[attr-defined]
+    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    if not isinstance(attention.TELinear, type):  # a MagicMock there: isinstance() raises
+        attention.HAVE_TE = False  # type: ignore[attr-defined]

@@ -20,8 +20,9 @@ from r3 import extras
 from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
 from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import join_shards, named
-from r3.runtime.device import Device, SharedTensor, open_shared, storage_of
+from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.runtime.tensors import SharedTensor, open_shared, storage_of
 
 if TYPE_CHECKING:
     from r3.engine import Engine

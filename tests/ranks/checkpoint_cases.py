@@ -30,8 +30,7 @@ from r3.run.manifest import measure, read_manifest, write_manifest
 from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.state import RunState
 from r3.runtime.device import Device
-from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh, axis_beside
+from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
 from tests.errors import message_of
 from tests.policies import batches_of, build, one_update, save_checkpoint
 from tests.tiny import tiny_config

@@ -13,8 +13,7 @@ from r3.config import Config, with_values
 from r3.layers import LocalTokens
 from r3.policy import Policy
 from r3.runtime.device import Device
-from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.types import Batch
 from tests.policies import LENGTHS, batches_of, build, policy_of, step_rewards, train_step
 from tests.tiny import tiny_config

@@ -23,8 +23,7 @@ from r3.models.tensors import Experts
 from r3.policy import Policy, chained
 from r3.run import checkpoint
 from r3.runtime.device import Device
-from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync.weights import WeightStream, export
 from r3.types import MicroBatch
 from tests.errors import message_of

@@ -27,16 +27,9 @@ from r3.layers import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from r3.policy import Policy, memory, scoring
-from r3.runtime.device import (
-    Device,
-    SideStream,
-    Stash,
-    prepare_environment,
-    seed_everything,
-    select_device,
-)
-from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.device import Device, prepare_environment, seed_everything, select_device
+from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
+from r3.runtime.tensors import SideStream, Stash
 from r3.sync.rollouts import pack_for
 from r3.sync.weights import WeightStream
 from r3.types import Batch

@@ -15,18 +15,11 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from r3.backends.cpu.memory import discard
 from r3.extras import device_problems
 from r3.models.shape import ModelShape
-from r3.runtime.device import (
-    Device,
-    Stash,
-    discard,
-    free_port,
-    ipc_arguments,
-    prepare_environment,
-    seed_everything,
-    to_host,
-)
+from r3.runtime.device import Device, free_port, prepare_environment, seed_everything
+from r3.runtime.tensors import Stash, ipc_arguments, to_host
 from tests.memory import lock_page, resident_bytes
 from tests.tiny import tiny_config
 
@@ -152,7 +145,7 @@ def test_freed_memory_is_kept_for_the_next_tensor() -> None:
     """In a process of its own, because the choice holds until a process ends."""
     program = """
 import resource, torch
-from r3.runtime.device import keep_freed_memory
+from r3.backends.cpu.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -209,8 +202,9 @@ def test_much_freed_memory_goes_back_to_the_system_and_little_stays(ranks: int) 
     """In a process of its own, because the choice holds until a process ends."""
     program = """
 import torch
-from r3.runtime import device as module
-from r3.runtime.device import Device, keep_freed_memory
+from r3.backends.cpu import memory as module
+from r3.backends.cpu.memory import keep_freed_memory
+from r3.runtime.device import Device
 from r3.runtime.limits import host_gib
 
 module.KEPT_SHARE = 0.25 / host_gib()  # 256 MiB for all ranks of the machine

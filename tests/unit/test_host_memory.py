@@ -12,8 +12,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from r3.runtime import host_memory
-from r3.runtime.host_memory import Registrar, page_locked, tensor_on
+from r3.backends.cuda import host_memory
+from r3.backends.cuda.host_memory import Registrar, page_locked, tensor_on
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.runtime.device import discard
+from r3.backends.cpu.memory import discard
 from r3.runtime.process import importing
 
 if TYPE_CHECKING:

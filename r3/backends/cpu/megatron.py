@@ -1,10 +1,10 @@
-"""Stand-ins for Megatron-Core on CPU with gloo, and fixes it needs without TransformerEngine.
+"""Stand-ins for Megatron-Core on CPU with gloo.
 
 How: Megatron's modules reach CUDA through their module-global name `torch`. `install()` rebinds
 that one name, only inside `megatron.core.*`, to a proxy whose `.cuda` is the host and whose tensor
 factories map device "cuda" to "cpu". The rest of the process (vLLM, transformers, torch itself)
-still sees the real torch. Where a GPU is present only the fixes run. Each stand-in names the
-upstream place that needs it (Megatron-Core 0.16.1).
+still sees the real torch. Each stand-in names the upstream place that needs it (Megatron-Core
+0.16.1).
 """
 
 from __future__ import annotations
@@ -180,16 +180,11 @@ def install() -> None:
     global _proxy
     # "CPU RNG state changed"
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    _undo_compilation()
-    if torch.cuda.is_available():
-        _repair_without_transformer_engine()
-        return
     if _proxy is None:
         _proxy = _Torch()
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
         _serve_without_cuda()
-        _repair_without_transformer_engine()
     for name, module in list(sys.modules.items()):
         if (
             name.startswith("megatron.core")
@@ -197,31 +192,6 @@ def install() -> None:
             and module.__dict__.get("torch") is torch
         ):
             module.torch = _proxy  # type: ignore[attr-defined]
-
-
-_as_written: set[str] = set()  # modules of Megatron without torch.compile
-
-
-def _undo_compilation() -> None:
-    """Run Megatron's small fused operations as they are written, without torch.compile.
-
-    On CUDA it decorates about 40 of them when it is imported, in every router's forward pass too
-    (moe/router.py), where they compile, guard and recompile without gain.
-    """
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for modules to come
-    for name, module in list(sys.modules.items()):
-        # A look at all of them takes a tenth of a second, and every policy asks.
-        if not name.startswith("megatron.core") or module is None or name in _as_written:
-            continue
-        _as_written.add(name)
-        classes = [one for one in vars(module).values() if isinstance(one, type)]
-        for owner in (module, *(one for one in classes if one.__module__ == name)):
-            for key, value in list(vars(owner).items()):
-                # __dict__: stand-ins for absent packages have every attribute.
-                original: Any = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
-                if getattr(original, "__module__", "").startswith("megatron.core"):
-                    static = isinstance(value, staticmethod)
-                    setattr(owner, key, staticmethod(original) if static else original)
 
 
 def _serve_without_cuda() -> None:
@@ -238,24 +208,6 @@ def _serve_without_cuda() -> None:
     dispatcher.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
     # Raises on a CPU build of torch; many places of Megatron call it on fresh tensors.
     torch.Tensor.cuda = lambda self, *_a, **_k: self
-
-
-def _repair_without_transformer_engine() -> None:
-    """Upstream faults of 0.16.1 that show when TransformerEngine is absent, on CUDA as well."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # NameError in the router's gating product
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    # CheckpointWithoutOutput() defaults to the fp8 branch
-    if not hasattr(random, "FP8GlobalStateManager"):
-        random.FP8GlobalStateManager = types.SimpleNamespace(  # type: ignore[attr-defined]
-            is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
-        )
-        random.activation_recompute_forward = lambda **_k: contextlib.nullcontext()  # type: ignore[attr-defined]
-        random.fp8_autocast = lambda *_a, **_k: contextlib.nullcontext()  # type: ignore[attr-defined]
-    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    if not isinstance(attention.TELinear, type):  # a MagicMock there: isinstance() raises
-        attention.HAVE_TE = False  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
