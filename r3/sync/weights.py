@@ -116,8 +116,9 @@ def gather(
         read_shard: returns the tensor of a shard of the plan.
         only: HF tensors of which at least one must be in a tensor that is read; None: all are.
     """
+    wanted = None if only is None else set(only)
     for shard in plan.tensors.values():
-        if only is None or not set(only).isdisjoint(shard.hf):
+        if wanted is None or not wanted.isdisjoint(shard.hf):
             parts = [read_shard((shard.name, i)) for i in range(shard.count)]
             full = join_shards(shard.kind, parts, rows=1 if shard.experts else 0)
             # A vocabulary is padded to the ranks.
