@@ -19,7 +19,6 @@ import torch
 
 from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.engine.direct_weights import StackedExperts
 from r3.models.shape import ModelShape
 from r3.models.tensors import Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import named
@@ -179,47 +178,6 @@ def check_sources(plan: SyncPlan[Shard], hosts: list[str], world: int) -> None:
     assert traffic.local[1] + traffic.peer[1] + traffic.network[1] == sum(sizes)
     if world == 1:
         assert traffic.peer == traffic.network == (0, 0)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.large)])
-def test_every_engine_rank_gets_its_part_of_the_experts(world: int) -> None:
-    shape = shape_of("qwen3_moe")
-    weights = random_weights(shape)
-    for parallel, engine_tp in product(layouts(world, moe=True), (1, 2, 4)):
-        if world % engine_tp:
-            continue
-        shards = [planned_shards(shape, parallel, world, rank, 4) for rank in range(world)]
-        memory = memory_of(shards, weights, shape)
-        for reader in range(world):
-            plan = SyncPlan.of(*collect(shards), ["a"] * world, reader)
-            width = shape.moe_ffn_size // engine_tp
-            layers = {
-                layer: StackedExperts(
-                    held={
-                        part: torch.full((shape.num_experts, *size), math.nan)
-                        for part, size in (
-                            ("linear_fc1.weight", (2 * width, shape.hidden_size)),
-                            ("linear_fc2.weight", (shape.hidden_size, width)),
-                        )
-                    },
-                    rank=reader % engine_tp,
-                )
-                for layer in shape.moe_layers
-            }
-            for shard, full in gather(plan, reading(plan, memory)):
-                if shard.experts:
-                    layers[shard.layer].copy(shard.experts, full)
-            own = slice(reader % engine_tp * width, (reader % engine_tp + 1) * width)
-            for layer, expert in product(shape.moe_layers, range(shape.num_experts)):
-                gate, up, down = (
-                    weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
-                    for part in ("gate", "up", "down")
-                )
-                assert layers[layer].is_complete
-                held = layers[layer].held
-                both = torch.cat([gate[own], up[own]])
-                assert torch.equal(held["linear_fc1.weight"][expert], both)
-                assert torch.equal(held["linear_fc2.weight"][expert], down[:, own])
 
 
 def test_a_wrong_piece_shows() -> None:
