@@ -22,7 +22,7 @@ import re
 import runpy
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Base:
         values: what YAML files or an earlier run change, by full names.
         log_dir: folder of the run unless a setting names one.
         notes: what a YAML file says in a way that is seldom meant.
+        places: file and line of what a YAML file sets.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Base:
     values: Mapping[str, Any] = field(default_factory=dict)
     log_dir: str
     notes: tuple[str, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -182,9 +184,9 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     if path.resolve() in inside:
         rule = "names itself as its base, through the files in between"
         raise ConfigError([Problem("base", str(path), rule, "name a preset")])
-    notes: list[str] = []
+    notes, places = list[str](), dict[str, str]()
     try:
-        tree = load_yaml(path.read_text(encoding="utf-8"), str(path), notes)
+        tree = load_yaml(path.read_text(encoding="utf-8"), str(path), notes, places)
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
         raise ConfigError([Problem("PRESET", str(path), rule, path_fix(path))]) from None
@@ -209,7 +211,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     try:
         values = values_of(tree, notes)
     except ConfigError as error:
-        problems += error.problems
+        problems += [replace(each, origin=places.get(each.field, "")) for each in error.problems]
     if problems:
         raise ConfigError(problems)
     # runs/a/overrides.yaml and runs/b/overrides.yaml start two different runs.
@@ -222,6 +224,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         values={**root.values, **replacing(root.config, values)},
         log_dir=f"runs/{name}",
         notes=(*root.notes, *notes),
+        places={**root.places, **places},
     )
 
 

@@ -291,8 +291,9 @@ def _examine(
         name, setting = problem.field, SETTINGS.get(problem.field)
         if name in at_fault:
             continue
-        if name not in given:
-            problem = replace(problem, origin=base.root)
+        if name not in names:
+            origin = base.places.get(name, "") if name in given else base.root
+            problem = replace(problem, origin=origin)
         if name not in given and setting and flatten(config)[name] != setting.default:
             flag = f"--{name} {as_typed(setting.default) or repr('')}"
             after = report_on(with_values(config, {name: setting.default})).problems

@@ -43,7 +43,7 @@ class Problem:
         value: its value.
         rule: the rule that the value breaks.
         fix: what to do.
-        origin: the preset that set the value, if the user did not.
+        origin: the preset, or file and line, that set the value, if no flag did.
         is_missing: a file is not there yet, which a run needs and a plan does not.
     """
 

@@ -333,13 +333,16 @@ def _not_yaml(error: Exception, name: str, text: str) -> Problem:
     return Problem(f"{name}:{mark.line + 1}", line, rule, fix)
 
 
-def load_yaml(text: str, name: str, notes: list[str] | None = None) -> dict[str, Any]:
+def load_yaml(
+    text: str, name: str, notes: list[str] | None = None, places: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The mapping that a YAML text holds.
 
     Args:
         text: the content of a file.
         name: stands for it in errors.
         notes: gets texts that a comment seems to cut.
+        places: gets file and line of every key, by its full name.
 
     Raises:
         ConfigError: the text is not YAML, or not a mapping, or has a key twice.
@@ -349,6 +352,9 @@ def load_yaml(text: str, name: str, notes: list[str] | None = None) -> dict[str,
         loader = _Loader(text)
         node = loader.get_single_node()
         problems += _twice(node, name)
+        if places is not None:
+            lines = {full: key.start_mark.line + 1 for full, key, _ in _entries(node)}
+            places.update({full: f"{name}:{line}" for full, line in lines.items()})
         if notes is not None:
             notes += _cut_texts(node, name, text)
         tree = loader.construct_document(node) if node else None

@@ -232,6 +232,15 @@ def test_notes_about_a_yaml_file_and_flags_are_printed(
     assert empty == "warning: eval.path none: read as empty, not as the text 'none'"
 
 
+def test_what_is_wrong_in_a_yaml_file_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("below.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n")
+    Path("mine.yaml").write_text("base: below.yaml\nalgo.clip_low: 3\n")
+    message = refusal(capsys, "mine.yaml", "--train.seed", "-3")
+    assert "train.lr = -1.0 (set by below.yaml:4): must be above 0" in message
+    assert "algo.clip_low = 3.0 (set by mine.yaml:2): must be" in message
+    assert "train.seed = -3: must be" in message, "of a flag"
+
+
 def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "common.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {lr: 1}")
@@ -329,7 +338,7 @@ def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
         ("my.yaml", "base: [tiny]", "my.yaml", "base = ['tiny']: my.yaml: must be text"),
         ("my.yaml", "base: my.yaml", "my.yaml", "names itself as its base"),
         ("my.yaml", "- 1", "my.yaml", "must map sections to settings"),
-        ("my.yaml", "base: tiny\ntrain: {lrr: 1}", "my.yaml", "train.lrr = 1: there is no such"),
+        ("my.yaml", "base: tiny\ntrain: {lrr: 1}", "my.yaml", "(set by my.yaml:2): there is no"),
         ("my.yaml", "", "other.yaml", "PRESET = 'other.yaml': cannot be read"),
         ("my.py", "x = 1", "my.py:small", "the file defines no 'small'. Fix: it defines nothing"),
         ("my.py", "def f(): return 1", "my.py:f", "f gives 1, not a Config"),
