@@ -23,8 +23,7 @@ from r3.checks.functions import (
     check_rewards,
     load_files,
 )
-from r3.checks.layout import check_layout, check_lengths
-from r3.checks.model import check_freeze, check_model
+from r3.checks.model import check_freeze, check_layout, check_lengths, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.config.check import (
     Findings,

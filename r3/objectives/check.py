@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.checks.layout import check_layout
-from r3.checks.model import add_fault, local_folder
+from r3.checks.model import add_fault, check_layout, local_folder
 from r3.config import Config, Problem
 from r3.config.check import Findings
 from r3.data.template import tokenizer_of

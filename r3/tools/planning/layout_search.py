@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from r3.checks.layout import check_layout, check_lengths
+from r3.checks.model import check_layout, check_lengths
 from r3.config import Config, Problem, flatten, with_values
 from r3.config.check import Findings, check_batch
 from r3.models.shape import ModelShape
