@@ -367,7 +367,7 @@ def test_a_file_of_weights_that_is_none_is_named(kind: str, tmp_path: Path) -> N
     else:
         header = b'{"a": ' + b"[" * 100_000
         more.write_bytes(struct.pack("<Q", len(header)) + header)
-    expected = {"twice": "tensor model.norm.weight is in m", "nested": "is not a whole safetensors file"}
+    expected = {"twice": "tensor model.norm.weight is in m", "nested": "is not a whole safe"}
     assert expected.get(kind, "more.safetensors is a ") in faults_of(model)
 
 
