@@ -31,7 +31,7 @@ def serve(path: str) -> None:
     import httpx
     import openai
 
-    from r3.envs.calculator import Calculator
+    from r3.envs import Calculator
 
     async def solve(client: openai.AsyncOpenAI, messages: list[dict[str, object]]) -> None:
         for _ in range(MAX_CALLS):

@@ -41,7 +41,7 @@ from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.config import ReplayConfig
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, sampling_seed
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.runtime.device import Device, free_port, has_gpu, init_device, settle
 from r3.tools.proof import sample_single_turn
 from r3.types import Prompt

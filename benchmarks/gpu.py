@@ -430,7 +430,7 @@ def generation(path: Path, mode: Path) -> Figures:
     """
     from benchmarks.generation import in_r3, in_vllm
     from r3.data.prompts import prompts_of_step
-    from r3.rollout.task import read_task
+    from r3.rollout import read_task
     from r3.runtime.device import init_device
     from tests.engines import engine_from_disk
     from tests.tiny import tiny_config

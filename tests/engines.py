@@ -16,10 +16,7 @@ from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.models.hf_checkpoint import read_small_files
-from r3.rollout.collect import Collector
-from r3.rollout.round import RoundResult
-from r3.rollout.step_rewards import gather_rewards
-from r3.rollout.task import Task, read_task
+from r3.rollout import Collector, RoundResult, Task, gather_rewards, read_task
 from r3.run.session import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh

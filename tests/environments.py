@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from r3.envs.runner import Environments
+from r3.envs import Environments
 from r3.types import Prompt
 from r3.user_code.workers import Done
 

@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from r3.agents.workflows import Workflows
+from r3.agents import Workflows
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
-from r3.envs.tool_calls import MessageReader, built_in
+from r3.envs import MessageReader, built_in
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.conversation import ConversationRules, ConversationSetup
-from r3.rollout.round import Round, RoundResult
+from r3.rollout import ConversationRules, ConversationSetup, Round, RoundResult
 from r3.types import Prompt
 from tests.tiny import tiny_config
 

@@ -12,10 +12,7 @@ import torch
 from r3.config import Config
 from r3.engine import Sampling
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import Collector
-from r3.rollout.conversation import ConversationSetup
-from r3.rollout.round import RoundResult
-from r3.rollout.task import Task, read_task
+from r3.rollout import Collector, ConversationSetup, RoundResult, Task, read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Prompt, Rollout
@@ -24,7 +21,7 @@ from tests.engines import engine_from_disk
 CHATTY = '''
 import random, time
 
-from r3.envs.calculator import Calculator
+from r3.envs import Calculator
 
 class Chatty:
     """Three turns; replies depend on the messages, and delays differ in every run."""

@@ -23,3 +23,20 @@ drawn elsewhere differs from run to run.
 A class with a method `run` instead is a workflow, which calls the model itself
 (`r3/envs/workflow.py`).
 """
+
+from r3.envs.calculator import Calculator, evaluate
+from r3.envs.calls import Environment, checked_step
+from r3.envs.chat import Chat
+from r3.envs.find import ENVIRONMENTS, find, is_workflow
+from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
+from r3.envs.runner import Environments
+from r3.envs.tool_calls import (
+    MessageReader,
+    Parse,
+    Parsed,
+    built_in,
+    parsed_calls,
+    read_json,
+    without_thoughts,
+)
+from r3.envs.workflow import Model, ModelLimit

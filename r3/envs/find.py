@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, cast
 
 from r3 import extras
@@ -10,8 +11,21 @@ from r3.config import ConfigError, EnvConfig
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
 from r3.envs.guess_number import GuessNumber
-from r3.envs.single_turn import SingleTurn
+from r3.types import Message, Prompt
 from r3.user_code.loading import Wanted, load_functions, problem
+
+
+class SingleTurn:
+    """The prompt as it is; reward functions score the response."""
+
+    def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """Return the prompt's own messages."""
+        return prompt.messages
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """End the conversation after the first response."""
+        return (), None, True
+
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
     "single_turn": SingleTurn,

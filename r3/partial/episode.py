@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from r3.engine import Sampled, Transcript
 from r3.envs.runner import StateError
-from r3.rollout.environment import EnvironmentEpisode
-from r3.rollout.episode import Call, TokenSequence
+from r3.rollout.episode import Call, EnvironmentEpisode, TokenSequence
 from r3.types import Prompt, Rollout
 
 

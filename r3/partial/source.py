@@ -28,12 +28,13 @@ from r3.metrics.reduce import Mean, Sum
 from r3.partial import episode
 from r3.partial.episode import SuspendedConversation
 from r3.rollout.round import RoundResult
-from r3.rollout.step import PICKLES, BudgetError, Collected, RolloutSource
+from r3.rollout.step import BudgetError, Collected, RolloutSource
 from r3.rollout.step_rewards import gather_rewards
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Sample
 
+_FILES = "partial_rollouts_"
 _DROPPED = "rollout/dropped_by_budget"
 
 
@@ -105,7 +106,7 @@ def to_files(partial: PartialRollouts, engine: int, *, is_leader: bool) -> dict[
     """Return the checkpoint file of this rank's engine, a pickle; none without a token budget."""
     if not is_leader or not partial.prompts_taken:
         return {}
-    return {f"{PICKLES}{engine:05d}.bin": pickle.dumps(partial)}
+    return {f"{_FILES}{engine:05d}.bin": pickle.dumps(partial)}
 
 
 def from_checkpoint(folder: Path, *, engine: int, engines: int, is_leader: bool) -> PartialRollouts:
@@ -117,7 +118,7 @@ def from_checkpoint(folder: Path, *, engine: int, engines: int, is_leader: bool)
     Args:
         engine: number of this rank's engine among `engines`.
     """
-    files = sorted(folder.glob(f"{PICKLES}*.bin"))
+    files = sorted(folder.glob(f"{_FILES}*.bin"))
     if not files:
         return PartialRollouts()
     own = files[engine : engine + 1] if len(files) == engines else files

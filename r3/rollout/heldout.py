@@ -10,15 +10,15 @@ from typing import Any
 
 from r3.algo.sums import are_equal, reaches
 from r3.config import Config, EvalSet
+from r3.data.conversation import replied
 from r3.engine import Engine, Sampling
 from r3.metrics.glossary import means
 from r3.metrics.reduce import Mean
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector, is_cut, without_end
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.dump import readable
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt, Sample
+from r3.types import Prompt, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,3 +204,21 @@ def evaluate(
         setup = heldout.conversation_setup
         note = f"{settings.name}: {without_end(len(merged), limit, setup)}"
     return Evaluation(metrics=metrics, rows=merged, note=note)
+
+
+def readable(rollout: Rollout, prompt: Prompt | None) -> dict[str, Any]:
+    """Question, reference answer, whole conversation and rewards per turn, as JSON can hold them.
+
+    Args:
+        prompt: the prompt of the rollout; None if it is not known, and then only the messages are.
+    """
+    opening = prompt.messages if prompt else ()
+    messages = rollout.messages or replied(opening, rollout.response)
+    facts: dict[str, Any] = {
+        "messages": [dict(message) for message in messages],
+        "turn_rewards": list(rollout.turn_rewards),
+    }
+    if prompt is not None:
+        asked = [message["content"] for message in opening if message["role"] == "user"]
+        facts |= {"question": asked[-1] if asked else "", "reference": " or ".join(prompt.accepted)}
+    return facts

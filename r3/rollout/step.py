@@ -36,9 +36,6 @@ from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import say
 from r3.types import Prompt, Rollout, Sample
 
-PICKLES = "partial_rollouts_"
-"""Begins the names of checkpoint files that are pickles (`r3.partial`)."""
-
 _TAKEN = "prompts_taken.json"  # in checkpoints of runs with dynamic sampling
 _MANY_STEPS = 10  # steps in a row without signal after which the warning is repeated
 

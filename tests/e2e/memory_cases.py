@@ -12,7 +12,7 @@ from r3.configs.tiny import tiny_smoke
 from r3.engine import Engine
 from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.tools.planning import memory_plan as plan

@@ -19,8 +19,7 @@ from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from r3.partial.source import from_checkpoint
 from r3.rewards.scorer import Scorer
-from r3.rollout.conversation import ConversationSetup
-from r3.rollout.step import BudgetError, Collected, rollout_source
+from r3.rollout import BudgetError, Collected, ConversationSetup, rollout_source
 from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
 from r3.sync.rollouts import PackingSpec, distribute

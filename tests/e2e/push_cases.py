@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync.residency import State

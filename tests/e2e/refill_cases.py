@@ -10,7 +10,7 @@ from pathlib import Path
 from r3.algo.advantage import advantages_of
 from r3.config import Config
 from r3.rewards.scorer import Scorer
-from r3.rollout.step import NoSignalError, RolloutSource
+from r3.rollout import NoSignalError, RolloutSource
 from r3.runtime.device import Device
 from r3.tools.dumps import trained_samples
 from r3.types import Prompt, Rollout

@@ -14,8 +14,7 @@ from r3.judges.chat import parsed
 from r3.judges.model import Batches, RewardModel
 from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
-from r3.rollout.collect import rollout_metrics
-from r3.rollout.round import RoundResult
+from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
 from r3.tools.proof import sample_single_turn
 from r3.types import Prompt, Rollout

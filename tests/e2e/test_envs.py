@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from r3.envs.calculator import evaluate
+from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
 from tests.e2e.talk_cases import Talk, Talks
 from tests.runs import rows_of, run

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets, show, watch
-from r3.envs.calculator import Calculator, evaluate
+from r3.envs import Calculator, evaluate
 from r3.report import main as report
 from r3.run.folder import read_jsonl
 from r3.tools.dumps import read_rollouts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout import EnvironmentFailed
 from r3.runtime.device import Device
 from tests.errors import message_of
 from tests.talkers import Talker, values

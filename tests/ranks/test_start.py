@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from r3.config import ConfigError, with_values
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.run.open import Opened
 from r3.run.session import RankError, require_one_start
 from r3.runtime.device import Device

@@ -392,7 +392,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     [
         ("r3.engine.build", "if TYPE_CHECKING:\n    from r3.engine.engine import Engine"),
         ("r3.engine.sampler", "def late():\n    from r3.engine import Engine"),
-        ("r3.types", "from .rollout import dump"),
+        ("r3.types", "from .rollout import task"),
     ],
     ids=["type-only", "late, through the package", "between packages"],
 )

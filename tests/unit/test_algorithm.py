@@ -11,7 +11,7 @@ import torch
 from r3 import checks
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError, fixed_changes, from_yaml, to_yaml
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.run.ends import failure_text
 from r3.tools.check import check_task
 from r3.tools.contract import example_inputs, example_rewards

@@ -24,7 +24,7 @@ from r3.assets import (
     WORD_PROBLEMS_TRAIN,
 )
 from r3.assets.word_problems import Row, evaluation_rows, final_answer, make_problem, training_rows
-from r3.envs.calculator import Calculator
+from r3.envs import Calculator
 from r3.models.shape import ModelShape
 
 MEGABYTE = 1_000_000

@@ -18,13 +18,15 @@ from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
 from r3.metrics import merged_parts
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import rollout_metrics, without_end
-from r3.rollout.conversation import (
+from r3.rollout import (
     ConversationRules,
     ConversationSetup,
     EnvironmentFailed,
+    Round,
+    RoundResult,
+    rollout_metrics,
+    without_end,
 )
-from r3.rollout.round import Round, RoundResult
 from r3.types import Prompt
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 

@@ -15,11 +15,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets, checks
-from r3.agents.command import Command
-from r3.agents.workflows import Workflows
+from r3.agents import Command, Workflows
 from r3.config import EnvConfig
-from r3.rollout.conversation import EnvironmentFailed
-from r3.rollout.round import RoundResult
+from r3.rollout import EnvironmentFailed, RoundResult
 from r3.types import Prompt
 from tests.rounds import play_round
 from tests.sources import ROOT

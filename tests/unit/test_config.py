@@ -366,7 +366,7 @@ def test_a_dense_model_has_no_experts_to_lay_out() -> None:
 def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
     name: str, rules: list[str], tmp_path: Path
 ) -> None:
-    from r3.rollout.task import read_task
+    from r3.rollout import read_task
     from r3.runtime.device import has_gpu
 
     folder = family_checkpoint(tmp_path / "unfit", name)

@@ -15,8 +15,7 @@ from r3.data.prompts import DataError, load_prompts
 from r3.data.rendering import ChatTemplate, TemplateFault
 from r3.data.rows import Columns
 from r3.data.template import Renderer
-from r3.rollout.conversation import ConversationSetup
-from r3.rollout.task import read_task
+from r3.rollout import ConversationSetup, read_task
 from r3.tools.check_messages import call_lines, check_messages
 from tests.rows import parquet, write
 from tests.templates import tokenizer_of

@@ -17,7 +17,7 @@ from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns, columns_of
 from r3.data.sources import read_rows
 from r3.rewards.scorer import _conversation
-from r3.rollout.dump import readable
+from r3.rollout import readable
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import changed, found
 from tests.tiny import coded_rollout

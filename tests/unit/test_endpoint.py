@@ -16,14 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from r3 import assets
-from r3.agents.endpoint import serve
-from r3.agents.openai_api import token_bytes
-from r3.agents.workflows import Workflows
+from r3.agents import Workflows, serve, token_bytes
 from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
-from r3.envs.workflow import Model
-from r3.rollout.conversation import ConversationSetup
-from r3.rollout.round import RoundResult
+from r3.envs import Model
+from r3.rollout import ConversationSetup, RoundResult
 from r3.types import Prompt, Rollout
 from tests.rounds import play_round
 from tests.talkers import values

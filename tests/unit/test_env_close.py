@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3.config import EnvConfig
-from r3.envs.runner import Environments
+from r3.envs import Environments
 from r3.user_code.workers import Done
 from tests.environments import collect, prompt, said
 

@@ -17,14 +17,20 @@ import pytest
 from r3 import assets
 from r3.checks import problems
 from r3.config import ConfigError, EnvConfig
-from r3.envs.calculator import Calculator, evaluate
-from r3.envs.calls import Environment, checked_step
-from r3.envs.find import ENVIRONMENTS, find
-from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
-from r3.envs.runner import Environments
-from r3.envs.tool_calls import parsed_calls
-from r3.rollout.conversation import readable_message
-from r3.rollout.task import read_task
+from r3.envs import (
+    ENVIRONMENTS,
+    GUESSES,
+    LARGEST,
+    Calculator,
+    Environment,
+    Environments,
+    GuessNumber,
+    checked_step,
+    evaluate,
+    find,
+    parsed_calls,
+)
+from r3.rollout import read_task, readable_message
 from tests.environments import collect, prompt, said
 from tests.settings import found_in_files
 from tests.tiny import tiny_config

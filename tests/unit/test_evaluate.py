@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from r3.rollout.heldout import accuracy_metrics, is_graded, none_right, pass_at_k
+from r3.rollout import accuracy_metrics, is_graded, none_right, pass_at_k
 
 pytestmark = pytest.mark.unit
 

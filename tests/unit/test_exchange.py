@@ -16,10 +16,9 @@ import torch
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.agents.workflows import Workflows, checked_result
+from r3.agents import Workflows, checked_result
 from r3.config import AlgoConfig, EnvConfig, RewardConfig
-from r3.envs.calls import checked_step
-from r3.envs.runner import Environments
+from r3.envs import Environments, checked_step
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import make_scorer
 from r3.tools.contract import example_inputs, example_rewards

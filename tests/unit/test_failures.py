@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from r3.rewards.scorer import RewardError
-from r3.rollout.conversation import EnvironmentFailed
-from r3.rollout.step import NoSignalError
-from r3.rollout.step_rewards import DroppedError
+from r3.rollout import DroppedError, EnvironmentFailed, NoSignalError
 from r3.run.checkpoint import UnsoundError
 from r3.run.checkpointer import SaveError
 from r3.run.ends import FailureReport, StopRequest, failure_text, resume_command

@@ -29,7 +29,7 @@ from r3.data.rows import Columns
 from r3.data.sources import read_rows
 from r3.judges.chat import ChatJudge
 from r3.models.shape import ModelShape, ShapeError
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from r3.user_code.loading import UserFileError, load, time_limit

@@ -16,14 +16,13 @@ from r3.models.shape import ModelShape
 from r3.partial import source
 from r3.partial.episode import Progress, SuspendedConversation
 from r3.partial.source import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
-from r3.rollout.dump import join_arrays, rollout_facts
 from r3.routing.ledger import admit
 from r3.run.folder import RunDir
 from r3.run.manifest import damage_of, measure_durably, write_manifest
 from r3.run.state import RunState
 from r3.runtime.mesh import Axis
 from r3.sync.rollouts import send_samples
-from r3.tools.dumps import read_rollouts, write_rollouts
+from r3.tools.dumps import join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
 from tests.tiny import random_rollouts, tiny_config
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from r3 import assets
 from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.run.digests import digests_of, read_digests
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import write_manifest

@@ -13,13 +13,19 @@ from typing import Any
 
 import pytest
 
-from r3.agents.episode import sampling_faults
-from r3.agents.parsers import message_parser
+from r3.agents import message_parser, sampling_faults
 from r3.config import EnvConfig
 from r3.engine import Sampling
-from r3.envs.calculator import Calculator
-from r3.envs.find import ENVIRONMENTS
-from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
+from r3.envs import (
+    ENVIRONMENTS,
+    Calculator,
+    MessageReader,
+    Parse,
+    Parsed,
+    built_in,
+    read_json,
+    without_thoughts,
+)
 from r3.judges import verifier as verify
 from r3.judges.chat import parsed
 from r3.rewards import Score, checked_score, exact, gsm8k

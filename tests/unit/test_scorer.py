@@ -22,7 +22,7 @@ from r3.config import ConfigError, RewardConfig
 from r3.judges.chat import filled, parsed, retry_after
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.types import Prompt, Rollout
 from r3.user_code.calls import CallError
 from tests.tiny import FEW_ROWS, random_rollouts, tiny_config

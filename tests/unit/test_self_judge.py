@@ -17,7 +17,7 @@ from r3.engine import Sampled, Turn
 from r3.judges.self_judge import Judging
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.types import Prompt, Rollout
 from tests.settings import changed, found
 from tests.tiny import FEW_ROWS, random_rollouts, tiny_config

@@ -21,7 +21,7 @@ from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts, source_labels
 from r3.data.rows import Columns, columns_of
 from r3.data.sources import files_of, is_near, read_rows
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
 

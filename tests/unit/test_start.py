@@ -24,8 +24,7 @@ from r3.config import Config, ConfigError, parse_value, with_values
 from r3.data.prompts import DataError, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
-from r3.rollout.conversation import EnvironmentFailed
-from r3.rollout.task import Task, read_task
+from r3.rollout import EnvironmentFailed, Task, read_task
 from r3.run.folder import RunDir
 from r3.run.prepare import refusing
 from r3.runtime.device import writable_caches

@@ -16,9 +16,9 @@ from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
 from r3.algo.packing import pack, with_advantages
 from r3.config import Config
 from r3.models.shape import ModelShape
-from r3.rollout.step import RolloutSource
-from r3.rollout.step_rewards import (
+from r3.rollout import (
     DroppedError,
+    RolloutSource,
     gather_rewards,
     groups_with_loss,
     groups_with_signal,

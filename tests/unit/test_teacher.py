@@ -15,7 +15,7 @@ from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantag
 from r3.checks import load_files, problems, warnings
 from r3.config import OF_OBJECTIVE, ConfigError, with_values
 from r3.models.shape import ModelShape
-from r3.rollout.task import read_task
+from r3.rollout import read_task
 from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
 from tests.tiny import tiny_config
 

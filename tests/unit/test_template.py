@@ -18,9 +18,8 @@ from r3.config import ConfigError, EnvConfig
 from r3.data.prompts import load_prompts
 from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer, load_tokenizer
-from r3.envs.calculator import Calculator
-from r3.envs.chat import Chat
-from r3.rollout.conversation import ConversationSetup
+from r3.envs import Calculator, Chat
+from r3.rollout import ConversationSetup
 from tests.rows import OPTIONS, write
 from tests.tiny import BASE, tokenizer_folder
 

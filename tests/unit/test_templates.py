@@ -14,7 +14,7 @@ from r3.config import ConfigError
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns
 from r3.data.template import Renderer
-from r3.envs.chat import Chat
+from r3.envs import Chat
 from r3.types import Prompt
 from tests.rows import write
 from tests.templates import COLUMNS, TEMPLATES, tokenizer_of

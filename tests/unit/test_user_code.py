@@ -16,8 +16,7 @@ import torch
 
 from r3 import assets
 from r3.config import AlgoConfig, ConfigError, EnvConfig, RewardConfig
-from r3.envs.find import find
-from r3.envs.runner import Environments
+from r3.envs import Environments, find
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.user_code.algorithm import advantage_of

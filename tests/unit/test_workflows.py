@@ -12,14 +12,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.agents.workflows import Workflows
+from r3.agents import Workflows
 from r3.config import ConfigError, EnvConfig, RewardConfig
 from r3.engine import Turn
-from r3.envs.find import is_workflow
+from r3.envs import is_workflow
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import is_cut, limit_notes
-from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
-from r3.rollout.round import RoundResult
+from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut, limit_notes
 from r3.types import Prompt, Rollout
 from r3.user_code.loading import load
 from tests.rounds import play_round
