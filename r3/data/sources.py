@@ -86,7 +86,8 @@ def read_once(key: object, make: Callable[[], Read]) -> Read:
     Args:
         key: what decides the result.
     """
-    if not (folder := os.environ.get("R3_READ")):
+    folder = os.environ.get("R3_READ", "")
+    if not os.path.isdir(folder):  # none, or one that a cleaner of old files has removed
         return make()
     path = Path(folder) / hashlib.sha256(repr(key).encode()).hexdigest()
     with path.with_suffix(".lock").open("w") as lock:

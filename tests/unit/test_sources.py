@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -319,6 +320,8 @@ def test_the_processes_of_a_start_take_what_one_has_read(
     program = f"from r3.data.sources import *; print(len(read_rows({path!r}, Columns())[0]))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "3\n"
     assert read_rows(path, Columns()) == before and len(read_rows(path, Columns(answer=""))[0]) == 1
+    shutil.rmtree(folder)  # as cleaners of old files do
+    assert len(read_rows(path, Columns())[0]) == 1
     monkeypatch.delenv("R3_READ")
     assert len(read_rows(path, Columns())[0]) == 1
 
