@@ -366,7 +366,7 @@ def test_a_file_that_gives_no_settings_is_refused(
 
 
 @pytest.mark.parametrize("where", ["flag", "file"])
-def test_a_preset_that_contradicts_a_setting_is_refused_with_the_flag_to_add(
+def test_a_preset_that_contradicts_a_setting_is_refused_with_a_flag(
     where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -737,7 +737,7 @@ def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert "--from RUN_DIR" in text and "--dry-run" in text
 
 
-def test_help_of_a_preset_has_what_presets_use_and_all_has_the_rest(
+def test_help_has_what_presets_use_and_all_has_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "tiny", "--help")
