@@ -17,8 +17,8 @@ from r3.tools.planning.memory_plan import (
     memory,
     route_bytes_per_token,
     sequence_bytes,
-    stage_pieces,
 )
+from r3.tools.planning.parameters import stage_pieces
 from r3.tools.planning.sync import Traffic, sync_plans
 from r3.tools.planning.verdict import verdict
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from r3.algo import packing
-from r3.doctor import CheckFailed, coded_experts, read_back_coded_routes
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.routing.replay import Replay, RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync import rollouts as exchange
+from r3.tools.coded_routes import CheckFailed, coded_experts, read_back_coded_routes
 from r3.types import RouteError
 from tests.errors import message_of
 from tests.tiny import tiny_config

@@ -60,22 +60,23 @@ from pathlib import Path
 from r3 import RunError, train
 
 
-def sends(number):
-    "A signal to this process alone, as a notebook's kernel gets it, when the first row is there."
+def sends(number, rows):
+    "A signal to this process alone, as a notebook's kernel gets it, when so many rows are there."
     def send():
-        while not Path("stopped/metrics.jsonl").exists():
+        file = Path("stopped/metrics.jsonl")
+        while not file.exists() or len(file.read_text().splitlines()) < rows:
             time.sleep(0.05)
         os.kill(os.getpid(), number)
     threading.Thread(target=send).start()
 
 
 many = {"parallel.ep": 2, "log.dir": "stopped", "log.show_every": 0, "train.steps": 100}
-sends(signal.SIGINT)
+sends(signal.SIGINT, 1)
 try:
     train("my_presets.py:small", many, ranks=2)
 except KeyboardInterrupt:
     print("INTERRUPTED")
-sends(signal.SIGTERM)
+sends(signal.SIGTERM, 3)
 try:
     train("my_presets.py:small", many, ranks=2)
 except RunError as error:

@@ -15,6 +15,17 @@ from r3.config import Config
 from r3.data.sources import bytes_of
 from r3.models.files import checkpoint_tensors
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError
+from r3.tools.planning.parameters import (
+    adapted_per_rank,
+    largest_shard,
+    largest_tensor,
+    params_per_rank,
+    quantised_per_rank,
+    replicas,
+    route_bytes_per_token,
+    stacked_experts,
+    trained_per_rank,
+)
 
 GIB = 2**30
 PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
@@ -22,6 +33,7 @@ PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
 
 RESERVE = 0.05
 """Share of a device that a plan leaves free, for fragmentation and unbalanced routing."""
+
 
 # Of the frameworks, on a GPU. Known from use of the same libraries; not measured with R3.
 CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context with its kernels, workspaces of cuBLAS
@@ -43,101 +55,6 @@ CERTAIN = (
 
 HOST_CERTAIN = ("optimizer", "reference policy", "base weights", "engine weights")
 """The same of host memory. What a checkpoint needs depends on the ranks that write it."""
-
-
-def route_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes of one token's captured routes.
-
-    L * K expert ids, in the smallest signed integer type that holds E ids and -1.
-    """
-    return len(shape.moe_layers) * shape.topk * (1 if shape.num_experts <= 128 else 2)
-
-
-def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """(other, expert) parameters on one rank of the fullest pipeline stage.
-
-    Others are sharded by tp, experts by etp * ep. The share of a stage is its share of the layers,
-    or of the MoE layers.
-    """
-    others = shape.num_params - shape.num_expert_params
-    return _on_a_rank(config, shape, others, shape.num_expert_params)
-
-
-def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> tuple[int, int]:
-    parallel = config.parallel
-    stages = [
-        {layer for piece in pieces for layer in piece} for pieces in stage_pieces(config, shape)
-    ]
-    share = max(len(stage) for stage in stages) / shape.num_layers
-    moe_share = max(len(stage.intersection(shape.moe_layers)) for stage in stages) / (
-        len(shape.moe_layers) or 1
-    )
-    shards = parallel.experts_tp * parallel.ep
-    return int(others * share / parallel.tp), int(experts * moe_share / shards)
-
-
-def _adapted(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Matrix -> rank of its adapter."""
-    plan = extras.adapter_plan()
-    return plan.adapted_tensors(shape, config.lora, config.train.freeze)
-
-
-def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """(other, expert) parameters on such a rank that have adapters and a base on the host."""
-    names = _adapted(config, shape).keys() - _quantised(config, shape)
-    others, experts = _by_experts({name: math.prod(shape.tensor_shapes[name]) for name in names})
-    return _on_a_rank(config, shape, others, experts)
-
-
-def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int]:
-    """(other, expert) parameters on such a rank that `model.base` quantises; those of a layer."""
-    sizes = {name: math.prod(shape.tensor_shapes[name]) for name in _quantised(config, shape)}
-    layers: dict[str, dict[str, int]] = {}
-    for name, size in sizes.items():
-        layers.setdefault(name.split(".")[2], {})[name] = size
-    parallel = config.parallel
-    shards = parallel.experts_tp * parallel.ep
-    largest = max(
-        (
-            others // parallel.tp + experts // shards
-            for others, experts in map(_by_experts, layers.values())
-        ),
-        default=0,
-    )
-    return *_on_a_rank(config, shape, *_by_experts(sizes)), largest
-
-
-def _quantised(config: Config, shape: ModelShape) -> set[str]:
-    is_quantised = config.model.base != "dtype"
-    return extras.adapter_plan().quantised_tensors(shape) if is_quantised else set()
-
-
-def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """(other, expert) parameters on such a rank that an optimizer has: all, or the adapters'.
-
-    One factor of a pair is whole on every rank of tp; here both are.
-    """
-    if not config.lora.rank:
-        return params_per_rank(config, shape)
-    ranks = _adapted(config, shape)
-    others, experts = _by_experts(
-        {name: rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items()}
-    )
-    parallel = config.parallel
-    others, experts = _on_a_rank(config, shape, others, experts)
-    return others * parallel.tp, experts * parallel.experts_tp
-
-
-def _by_experts(values: Mapping[str, int]) -> tuple[int, int]:
-    """Sums of values outside of routed experts and of them, by names in the checkpoint."""
-    experts = sum(value for name, value in values.items() if ".experts." in name)
-    return sum(values.values()) - experts, experts
-
-
-def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
-    """The layers of every chunk of every pipeline stage."""
-    pieces = config.parallel.pieces(shape.num_layers)
-    return [pieces[stage :: config.parallel.pp] for stage in range(config.parallel.pp)]
 
 
 def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -292,7 +209,7 @@ def memory(
     merging: dict[str, float] = {}
     if config.lora.rank:
         always["adapters"] = trained * 4.0
-        largest = max(_stacked_experts(config, shape), _largest_tensor(shape) / parallel.tp)
+        largest = max(stacked_experts(config, shape), largest_tensor(shape) / parallel.tp)
         gradients["weight gradient"] = largest * (size + 4)
         merging = {"merging": largest * (size + 8)}
     shard = largest_shard(config, shape, world_size)
@@ -406,40 +323,6 @@ def engine_buffer_bytes(config: Config, shape: ModelShape) -> float:
     return total * config.uses_engine
 
 
-def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
-    """Values in the largest piece of a tensor that a rank's optimizer has.
-
-    That is the stacked experts of a layer or a matrix, or all that the rank has if that is less.
-    """
-    others, experts = trained_per_rank(config, shape)
-    dense_dp, expert_dp = replicas(config, world_size)
-    return max(
-        min(_stacked_experts(config, shape), experts / expert_dp),
-        min(_largest_tensor(shape) / config.parallel.tp, others / dense_dp),
-    )
-
-
-def _stacked_experts(config: Config, shape: ModelShape) -> float:
-    """Values in the larger tensor of a layer's experts on a rank."""
-    shards = config.parallel.experts_tp * config.parallel.ep
-    return 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
-
-
-def replicas(config: Config, world_size: int) -> tuple[int, int]:
-    """Ranks with the same dense parameters, and ranks with the same experts."""
-    parallel = config.parallel
-    experts = parallel.experts_tp * parallel.ep * parallel.pp
-    return world_size // (parallel.tp * parallel.pp), max(1, world_size // experts)
-
-
-def _largest_tensor(shape: ModelShape) -> int:
-    """Values in the largest tensor outside of the experts, as Megatron joins them."""
-    keys = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    dense = 2 * shape.ffn_size * (len(shape.moe_layers) < shape.num_layers)
-    rows = max(shape.vocab_size, keys, dense, 2 * shape.shared_ffn_size)
-    return rows * shape.hidden_size
-
-
 def sync_buffer_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes that the weight sync adds while it runs.
 
@@ -448,7 +331,7 @@ def sync_buffer_bytes(config: Config, shape: ModelShape) -> float:
     embedding is kept to the end, for the output layer. Shards on the same machine are read through
     memory handles, without a copy.
     """
-    largest, tp = _largest_tensor(shape), config.parallel.tp
+    largest, tp = largest_tensor(shape), config.parallel.tp
     joined = largest * BYTES_OF[config.model.dtype] * (tp > 1)
     module = largest * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
     return (joined + module) * config.uses_engine
