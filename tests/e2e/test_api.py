@@ -41,7 +41,7 @@ assert again == first
 longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
 assert [row["step"] for row in longer.metrics] == [1, 2]
 
-broken = {"reward.function": "broken.py:broken", "log.dir": "broken"}
+broken = {"reward.function": "broken.py:broken", "reward.on_error": "stop", "log.dir": "broken"}
 for settings in ({"rollout.group_size": 4}, broken):
     try:
         train("my_presets.py:small", {"log.dir": "alone", **settings})
@@ -115,7 +115,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text(PROGRAM)
     # It passes the trial before the run, where it is called once.
     broken = "calls = []\n\ndef broken(response, prompt):\n    calls.append(1)\n"
-    (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (2 - len(calls))\n")
+    (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (len(calls) < 2)\n")
     said = python(tmp_path, "mine.py")
     assert "RAISED ConfigError config: 1 problem" in said and "rollout.group_size = 4" in said
     assert "RAISED RunError" in said.partition("RAISED ConfigError")[2]
