@@ -100,14 +100,12 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
         "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
-        "cpu_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+        "runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
         "_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
         "input_batch": ("vllm.v1.worker.gpu_input_batch.InputBatch",),
         "request": ("vllm.v1.request.Request",),
         "sampling_params": ("vllm.sampling_params.SamplingParams",),
-        "manager": (
-            "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsManager",
-        ),
+        "pool": ("vllm.v1.core.block_pool.BlockPool",),
         "kv_cache_manager": ("vllm.v1.core.kv_cache_manager.KVCacheManager",),
         "blocks": ("vllm.v1.core.kv_cache_manager.KVCacheBlocks",),
     },

@@ -41,7 +41,7 @@ def capturing(*, is_cuda: bool) -> Iterator[None]:
 
     def with_table(runner: Any, *args: Any, **kwargs: Any) -> None:
         original(runner, *args, **kwargs)
-        runner.r3_routes = RouteTable(runner)
+        vars(runner)["r3_routes"] = RouteTable(runner)
 
     Runner.initialize_kv_cache = with_table
     try:
@@ -62,7 +62,6 @@ class RouteTable:
     def __init__(self, runner: Any) -> None:
         """Set the hooks of a runner that has its KV cache."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        from vllm.v1.kv_cache_interface import is_full_attention_spec
 
         modules = runner.get_model().modules()
         routers = {m.layer_id: m.router for m in modules if isinstance(m, MoERunner)}
@@ -70,7 +69,7 @@ class RouteTable:
         assert self.layers, "no router of this engine can be captured"
         # Groups of sliding windows free the blocks that left the window, and give them away.
         groups = runner.kv_cache_config.kv_cache_groups
-        full = [i for i, each in enumerate(groups) if is_full_attention_spec(each.kv_cache_spec)]
+        full = [i for i, each in enumerate(groups) if _keeps_all(each.kv_cache_spec)]
         assert full, "no group of this engine's KV cache keeps all tokens of a conversation"
         self.group = full[0]
         self.block_size = groups[self.group].kv_cache_spec.block_size
@@ -114,6 +113,14 @@ class RouteTable:
         return torch.tensor(blocks, dtype=torch.int64, device=self._rows.device)
 
 
+def _keeps_all(spec: Any) -> bool:
+    """Whether all layers of a group of the KV cache keep all tokens of a conversation."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(isinstance(each, FullAttentionSpec) for each in specs)
+
+
 class SlotRoutes:
     """Routes of the requests that ended, read when their blocks are freed."""
 
@@ -139,8 +146,8 @@ class SlotRoutes:
             scheduler._preempt_request,
         )
 
-        def get_new_blocks(count: int) -> Any:
-            blocks = new_blocks(count)
+        def get_new_blocks(num_blocks: int) -> Any:
+            blocks = new_blocks(num_blocks)
             table.empty([block.block_id for block in blocks])
             return blocks
 
