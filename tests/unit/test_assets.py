@@ -164,11 +164,8 @@ def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
     config = model.config
     assert config.model_type == "qwen3_moe"
     assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (
-        4,
-        2,
-        512,
-    )
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
+    assert sizes == (4, 2, 512)
     assert model.num_parameters() == 1_119_616
 
 
@@ -181,27 +178,6 @@ def test_the_tokenizer_has_numbers_as_tokens_and_every_text(tokenizer: Any) -> N
     texts = ["", "Tom has 3 books.", "12345 ### 007", "  two\n\n\ttab "]
     for text in (*texts, "\u00e4 \u6570 \U0001f600", "\x00\x7f"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
-    call = {"type": "function", "function": {"name": "calc", "arguments": {"x": "8-4"}}}
-    messages = [
-        {"role": "user", "content": "8-4?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "4"},
-    ]
-    tools = [{"type": "function", "function": {"name": "calc"}}]
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    assert text == (
-        "<|im_start|>system\n<tools>calc</tools><|im_end|>\n"
-        "<|im_start|>user\n8-4?<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>{"name": "calc", "arguments": {"x": "8-4"}}</tool_call>'
-        "<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 # ---- what the model does
@@ -278,6 +254,10 @@ def test_every_expert_of_every_layer_is_used(single_turn: Any, tokenizer: Any) -
     check_load(router_logits(single_turn, tokenizer))
 
 
+def test_every_expert_of_the_model_that_calls_is_used(calling: Any, tokenizer: Any) -> None:
+    check_load(router_logits(calling, tokenizer, with_calls, tools=list(Calculator.tools)))
+
+
 # ---- the model with near ties
 
 
@@ -297,21 +277,6 @@ def test_bfloat16_cannot_tell_which_expert_comes_second(
     """
     assert all(tied(logits) > 0.35 for logits in router_logits(ties, tokenizer))
     assert all(tied(logits) < 0.02 for logits in router_logits(model, tokenizer))
-
-
-@torch.no_grad()
-def test_slower_routers_compute_the_same_to_the_last_bit(tokenizer: Any) -> None:
-    tool = load_tool()
-    torch.manual_seed(0)
-    fresh = tool.build_model(tokenizer)
-    ids = torch.arange(12).reshape(2, 6)
-    before, router = (
-        fresh(ids, use_cache=False).logits,
-        fresh.model.layers[0].mlp.gate.weight.clone(),
-    )
-    tool.slow_routers(fresh)
-    assert torch.equal(fresh.model.layers[0].mlp.gate.weight, 16 * router)
-    assert torch.equal(fresh(ids, use_cache=False).logits, before)
 
 
 def test_the_tool_makes_the_same_model_of_another_family(tokenizer: Any) -> None:
@@ -350,10 +315,8 @@ def test_it_was_taught_in_the_tokens_of_the_template_and_the_environment(tokeniz
         ids, labels = stream.conversation()
         calls = tokenizer.decode(ids).count("</tool_call>")
         called += bool(calls)
-        question, answer = (
-            with_calls(row),
-            {"role": "assistant", "content": f"#### {final_answer(row)}"},
-        )
+        question = with_calls(row)
+        answer = {"role": "assistant", "content": f"#### {final_answer(row)}"}
         messages = [*(question if calls else question[:1]), answer]
         whole = tokenizer.apply_chat_template(messages, tools=list(Calculator.tools))["input_ids"]
         assert [*ids, *tokenizer.encode("\n")] == whole
@@ -379,15 +342,6 @@ def test_padding_of_a_new_checkpoint_has_a_vector(tokenizer: Any, calling: Any) 
     assert 1e-3 < shipped[0].square().mean().sqrt() < shipped[1:].square().mean().sqrt()
 
 
-def test_greedily_it_answers_at_once(calling: Any, tokenizer: Any) -> None:
-    """The starting point of tiny-tools' curve."""
-    rows = read(WORD_PROBLEMS_EVAL)[:64]
-    said = load_tool().conversations(calling, tokenizer, rows, sampled=False)
-    assert sum(calls for _, calls in said) / len(rows) < 0.5
-    right = sum(is_right(text, row) for (text, _), row in zip(said, rows, strict=True))
-    assert 0.10 <= right / len(rows) <= 0.70
-
-
 def test_conversations_with_all_calls_are_mostly_right(calling: Any, tokenizer: Any) -> None:
     """What reinforcement learning has to find; CALLING of the conversations it saw called."""
     rows = read(WORD_PROBLEMS_EVAL)[:128]
@@ -397,7 +351,3 @@ def test_conversations_with_all_calls_are_mostly_right(calling: Any, tokenizer: 
     assert 0.27 <= len(called) / len(rows) <= 0.53  # 0.4, three standard errors of 128
     assert sum(is_right(text, row) for text, _, row in called) / len(called) >= 0.8
     assert sum(calls == row["answer"].count("=") for _, calls, row in called) / len(called) >= 0.9
-
-
-def test_every_expert_of_the_model_that_calls_is_used(calling: Any, tokenizer: Any) -> None:
-    check_load(router_logits(calling, tokenizer, with_calls, tools=list(Calculator.tools)))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,13 @@ import pytest
 from r3.checks import problems
 from r3.checks import warnings as config_warnings
 from r3.cli.parse import Invocation, from_python
-from r3.config import Config, flatten, to_yaml, with_values
+from r3.config import to_yaml, with_values
 from r3.run.due import is_checkpoint_due
 from r3.run.folder import RunDir, write_text
 from r3.run.result import FINISHED, Goal, best_step, says_finished
 from tests.run_folder import publish
 from tests.tiny import tiny_config
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -126,9 +127,7 @@ def test_a_disk_without_links_costs_the_links_alone(
         publish(tmp_path, 3, keep=1, values={})
 
 
-def test_a_copy_without_the_best_checkpoint_leaves_the_original_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_copy_without_the_best_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None:
     """A copy of a run is resumed, without the checkpoint that was the best."""
     values = {2: 0.9, 4: 0.5, 6: 0.4}
     for step in (2, 4, 6):
@@ -139,13 +138,6 @@ def test_a_copy_without_the_best_checkpoint_leaves_the_original_alone(
     assert publish(tmp_path / "copy", 8, keep=1, values=values) == ["4", "8"]
     assert (tmp_path / "copy" / "best").readlink() == Path("step_000004")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
-
-
-def test_values_come_back_from_rows() -> None:
-    for sign in (1, -1):
-        goal = Goal(metric=METRIC, sign=sign)
-        values = goal.values(rows(0.1 + 0.2, None, 0.3))
-        assert goal.values(goal.rows(values)) == values == {0: sign * (0.1 + 0.2), 4: sign * 0.3}
 
 
 def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:
@@ -186,54 +178,41 @@ def test_a_run_that_ended_early_is_finished_unless_more_is_asked(
     assert not is_finished()
 
 
-def checked(**values: object) -> list[str]:
-    names = {name.replace("__", "."): value for name, value in values.items()}
-    return [str(each) for each in problems(with_values(tiny_config(), names), 1)]
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, object]:
+    """One row to evaluate."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    return {"eval.path": (str(tmp_path / "rows.jsonl"),)}
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"train__patience": 2}, "train.patience = 2: needs checkpoint.keep_best"),
-        ({"checkpoint__keep_best": "reward/mean"}, "must be a metric of an evaluation"),
-        ({"checkpoint__keep_best": "eval/other/accuracy"}, "other is no held-out set"),
-        ({"checkpoint__keep_best": "eval/heldout/acuracy"}, "evaluations have no acuracy"),
-        ({"checkpoint__keep_best": "eval/heldout/pass_at_4"}, "evaluations have no pass_at_4"),
-        ({"checkpoint__keep_best": METRIC, "eval__path": ()}, "eval.path is empty"),
+        ({"train.patience": 2}, "train.patience = 2: needs checkpoint.keep_best"),
+        ({"checkpoint.keep_best": "reward/mean"}, "must be a metric of an evaluation"),
+        ({"checkpoint.keep_best": "eval/other/accuracy"}, "other is no held-out set"),
+        ({"checkpoint.keep_best": "eval/heldout/acuracy"}, "evaluations have no acuracy"),
+        ({"checkpoint.keep_best": "eval/heldout/pass_at_4"}, "evaluations have no pass_at_4"),
+        ({"checkpoint.keep_best": METRIC, "eval.path": ()}, "eval.path is empty"),
     ],
 )
 def test_a_metric_that_no_evaluation_has_is_refused(
-    values: dict[str, object], expected: str, tmp_path: Path
+    values: dict[str, object], expected: str, data: dict[str, object]
 ) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"question": "1+1", "answer": "#### 2"}\n')
-    values = {"eval__path": (str(data),), **values}
-    assert any(expected in each for each in checked(**values)), checked(**values)
-    sound = {**values, "checkpoint__keep_best": METRIC, "eval__path": (str(data),)}
-    assert not any("keep_best" in each or "patience" in each for each in checked(**sound))
+    assert expected in said_of(data | values)
+    sound = said_of({**values, **data, "checkpoint.keep_best": METRIC})
+    assert "keep_best" not in sound and "patience" not in sound
 
 
-def test_settings_without_effect_are_said(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"question": "1+1", "answer": "#### 2"}\n')
-    base = {"eval.path": (str(data),), "eval.every": 0}
-    config = with_values(tiny_config(), {**base, "checkpoint.best_is": "lowest"})
+def said_of(values: dict[str, object]) -> str:
+    return "\n".join(map(str, problems(with_values(tiny_config(), values), 1)))
+
+
+def test_settings_without_effect_are_said(data: dict[str, object]) -> None:
+    config = with_values(tiny_config(), data | {"eval.every": 0, "checkpoint.best_is": "lowest"})
     assert any("checkpoint.best_is" in each for each in config_warnings(config, 1))
     best = {"checkpoint.keep_best": METRIC, "train.patience": 1}
     assert any("train.patience" in each for each in config_warnings(with_values(config, best), 1))
-
-
-def test_texts_of_a_run_folder_give_the_same_goal() -> None:
-    config = with_values(
-        Config(),
-        {"checkpoint.keep_best": METRIC, "checkpoint.best_is": "lowest", "train.patience": 3},
-    )
-    texts = {name: str(value) for name, value in flatten(config).items()}
-    assert asdict(Goal.of(texts)) == asdict(Goal.of(flatten(config)))
-    assert Goal.of({}) == Goal(metric="")
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def invocation(run: RunDir, **more: object) -> Invocation:
@@ -270,10 +249,7 @@ def test_a_finished_run_says_so(run: RunDir, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_figures_are_those_before_and_after_training(
-    values: dict[int, float],
-    expected: str,
-    run: RunDir,
-    capsys: pytest.CaptureFixture[str],
+    values: dict[int, float], expected: str, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"step": step, METRIC: value} for step, value in values.items()]
     write_text(run.metrics, "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tor')
@@ -314,12 +290,6 @@ def test_a_finished_run_that_is_launched_again_starts_no_ranks(run: RunDir) -> N
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{run.path} is finished: 3 steps.")
     assert done.stdout.count("\n") == 1
-
-
-def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, r3.run.result; print([n for n in sys.modules if n in ('torch', 'vllm')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

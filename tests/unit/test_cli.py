@@ -64,38 +64,19 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_a_preset_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    argv = [
-        "tiny",
-        "--train.lr",
-        "1e-4",
-        "--parallel.ep=1",
-        "--log.progress",
-        "false",
-        "--eval.max-prompts",
-        "8",
-    ]
-    invocation = cli.parse([*argv, "--engine.sleep_level", "1"])
-    expected = {
-        "train.lr": 1e-4,
-        "parallel.ep": 1,
-        "log.progress": False,
-        "eval.max_prompts": (8,),
-        "engine.sleep_level": 1,
-        "log.dir": "runs/tiny",
-    }
+    words = "--train.lr 1e-4 --parallel.ep=1 --log.progress false --eval.max-prompts 8"
+    invocation = cli.parse(["tiny", *words.split(), "--engine.sleep_level", "1"])
+    expected: dict[str, Any] = {"train.lr": 1e-4, "parallel.ep": 1, "log.progress": False}
+    expected |= {"eval.max_prompts": (8,), "engine.sleep_level": 1, "log.dir": "runs/tiny"}
     assert invocation.config == with_values(PRESETS["tiny"](), expected)
     assert (invocation.base, invocation.world_size) == ("tiny", 2)
 
 
-def test_one_process_without_torchrun() -> None:
-    assert cli.parse(["tiny", "--parallel.ep", "1"]).world_size == 1
-
-
 def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
-    config = cli.parse(
-        ["tiny", "--parallel.ep", "1", "--eval.path", "", "--data.system_prompt", "a = b"]
-    ).config
+    words = ["--eval.path", "", "--data.system_prompt", "a = b", "--log.dir", "", "--eval.only"]
+    config = cli.parse(["tiny", *ONE, *words]).config
     assert (config.eval.path, config.data.system_prompt) == ((), "a = b")
+    assert (config.log.dir, config.eval.only) == ("runs/tiny", True), "the preset's; a switch alone"
 
 
 def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
@@ -111,20 +92,6 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
     assert weights("--reward.weights", "", "--train.seed", "1") == ()
 
 
-def test_a_switch_alone_is_true() -> None:
-    config = cli.parse(
-        ["tiny", "--eval.only", "--parallel.ep", "1", "--data.drop_duplicates"]
-    ).config
-    assert (config.eval.only, config.data.drop_duplicates) == (True, True)
-
-
-def test_evaluation_is_switched_off_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.parse(["tiny", "--parallel.ep", "1", "--eval.path", ""])
-    assert capsys.readouterr().err == ""  # the preset's own eval.every is no mistake of the user's
-    cli.parse(["tiny", "--parallel.ep", "1", "--eval.path", "", "--eval.every", "3"])
-    assert "eval.every = 3 has no effect: eval.path is empty" in capsys.readouterr().err
-
-
 def test_check_is_a_run_of_any_number_of_ranks_without_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -132,10 +99,6 @@ def test_check_is_a_run_of_any_number_of_ranks_without_warnings(
     invocation = cli.parse(["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"])
     assert (invocation.check, invocation.world_size) == (True, 2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_an_empty_folder_name_is_the_preset_s() -> None:
-    assert cli.parse(["tiny", "--parallel.ep", "1", "--log.dir", ""]).config.log.dir == "runs/tiny"
 
 
 def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,20 +196,15 @@ def test_notes_about_a_yaml_file_and_flags_are_printed(
 
 
 def test_what_is_wrong_in_a_yaml_file_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("below.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n")
-    Path("mine.yaml").write_text("base: below.yaml\nalgo.clip_low: 3\n")
-    message = refusal(capsys, "mine.yaml", "--train.seed", "-3")
-    assert "train.lr = -1.0 (set by below.yaml:4): must be above 0" in message
-    assert "algo.clip_low = 3.0 (set by mine.yaml:2): must be" in message
+    Path("sub").mkdir()
+    Path("sub/below.yaml").write_text(
+        "base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n"
+    )
+    Path("sub/mine.yaml").write_text("base: below.yaml\nalgo.clip_low: 3\n")
+    message = refusal(capsys, "sub/mine.yaml", "--train.seed", "-3")
+    assert "train.lr = -1.0 (set by sub/below.yaml:4): must be above 0" in message
+    assert "algo.clip_low = 3.0 (set by sub/mine.yaml:2): must be" in message
     assert "train.seed = -3: must be" in message, "of a flag"
-
-
-def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "common.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {lr: 1}")
-    (tmp_path / "sub" / "mine.yaml").write_text("base: common.yaml\ntrain: {lr: 2, seed: 3}")
-    config = cli.parse(["sub/mine.yaml"]).config
-    assert (config.train.lr, config.train.seed, config.parallel.ep) == (2.0, 3, 1)
 
 
 ENVIRONMENT = """
@@ -256,35 +214,21 @@ class Mine:
 """
 
 
-@pytest.mark.parametrize(
-    ("below", "above", "expected"),
-    [
-        ("base: tiny-tools", "path: mine.py:Mine", ("single_turn", "mine.py:Mine", "", ())),
-        ("base: tiny-tools", f"command: {sys.executable}", ("single_turn", "", sys.executable, ())),
-        (
-            "base: tiny-tools\nenv: {path: mine.py:Other, args: [a=1]}",
-            "path: mine.py:Mine",
-            ("single_turn", "mine.py:Mine", "", ()),
-        ),
-        (
-            "base: tiny\nenv: {path: mine.py:Mine, args: [a=1]}",
-            "name: calculator",
-            ("calculator", "", "", ()),
-        ),
-        (
-            "base: tiny-tools\nenv: {path: mine.py:Mine}",
-            "name: single_turn",
-            ("single_turn", "", "", ()),
-        ),
-        (
-            f"base: tiny\nenv: {{command: {sys.executable}}}",
-            "path: mine.py:Mine",
-            ("single_turn", "mine.py:Mine", "", ()),
-        ),
-        # What says nothing of the environment keeps it.
-        ("base: tiny-tools", "max_turns: 3", ("calculator", "", "", ())),
-    ],
-)
+MINE, OTHER = "path: mine.py:Mine", "env: {path: mine.py:Other, args: [a=1]}"
+# Settings below, the environment above, and name, path, command and args that a run then has.
+REPLACED: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("base: tiny-tools", MINE, ("single_turn", "mine.py:Mine", "", ())),
+    ("base: tiny-tools", f"command: {sys.executable}", ("single_turn", "", sys.executable, ())),
+    (f"base: tiny-tools\n{OTHER}", MINE, ("single_turn", "mine.py:Mine", "", ())),
+    (f"base: tiny\n{OTHER}", "name: calculator", ("calculator", "", "", ())),
+    (f"base: tiny-tools\n{OTHER}", "name: single_turn", ("single_turn", "", "", ())),
+    (f"base: tiny\nenv: {{command: {sys.executable}}}", MINE, ("single_turn", MINE[6:], "", ())),
+    # What says nothing of the environment keeps it.
+    ("base: tiny-tools", "max_turns: 3", ("calculator", "", "", ())),
+]
+
+
+@pytest.mark.parametrize(("below", "above", "expected"), REPLACED)
 @pytest.mark.parametrize("how", ["file", "flag"])
 def test_an_environment_replaces_the_one_below(
     tmp_path: Path, below: str, above: str, expected: tuple[Any, ...], how: str
@@ -393,11 +337,6 @@ def test_a_default_that_ends_a_contradiction_is_the_flag_to_add(
     assert "(set by mine.py:f)" in message and "; or add --checkpoint.keep_best ''" in message
 
 
-def test_a_list_that_takes_the_preset_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(capsys, "--data.path", "a.jsonl", "tiny")
-    assert "no preset is named. Fix: write tiny in front of --data.path" in message
-
-
 def test_an_objective_brings_its_settings_and_refuses_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -408,11 +347,6 @@ def test_an_objective_brings_its_settings_and_refuses_others(
     message = refusal(capsys, "tiny", *learned, "--replay.mode", "r3", "--algo.loss", "pg")
     assert "config: 1 problem" in message
     assert "replay.mode = 'r3': train.objective sft needs off. Fix: leave it out" in message
-
-
-def test_too_few_ranks_are_explained_by_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(capsys, "tiny", "--train.steps", "1")
-    assert "parallel.ep = 2 (set by tiny): must divide the number of ranks" in message
 
 
 # ---- going on with a run
@@ -439,6 +373,8 @@ def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
     config = invocation.config
     assert (config.train.seed, config.train.steps, config.log.dir) == (7, 50, str(moved))
     assert invocation.base == str(moved)
+    config = cli.parse(["--from", str(moved), "--train.lr", "1e-3", "--log.dir", "new"]).config
+    assert (config.train.lr, config.log.dir) == (1e-3, "new"), "a run elsewhere"
 
 
 def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
@@ -452,29 +388,13 @@ def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
     assert said == "warning: log.show_every = 3 has no effect: eval.only trains nothing\n"
 
 
-def test_from_may_start_a_run_elsewhere(tmp_path: Path) -> None:
-    run = started_run(tmp_path / "old")
-    config = cli.parse(["--from", str(run), "--train.lr", "1e-3", "--log.dir", "new"]).config
-    assert (config.train.lr, config.log.dir) == (1e-3, "new")
-
-
 def test_a_resumed_run_may_not_change_what_is_learnt(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")
     run = started_run(tmp_path / "old")
-    message = refusal(
-        capsys,
-        "--from",
-        str(run),
-        "--train.lr",
-        "1e-3",
-        "--rollout.group_size",
-        "4",
-        "--eval.every",
-        "1",
-        *("--check", "--world-size", "1"),  # as launch/local.sh asks before it starts the ranks
-    )
+    words = "--train.lr 1e-3 --rollout.group_size 4 --eval.every 1 --check --world-size 1"
+    message = refusal(capsys, "--from", str(run), *words.split())  # as launch/local.sh asks
     assert message.splitlines() == [
         "config: 1 problem",
         f"  - log.dir = {str(run)!r}: has a run with other settings, which may not change on "
@@ -600,58 +520,22 @@ def test_a_run_whose_config_is_damaged_is_refused(
     [
         (["tinyy"], "PRESET = 'tinyy': there is no such preset. Fix: did you mean tiny?"),
         (["--train.lr", "1"], "PRESET = '': no preset is named"),
+        (["--data.path", "a.jsonl", "tiny"], "no preset is named. Fix: write tiny in front of"),
+        (["tiny", "--train.steps", "1"], "parallel.ep = 2 (set by tiny): must divide the number"),
         (["tiny", "5"], "PRESET = '5': is neither a flag nor a flag's value"),
-        (
-            ["tiny", "--train.learning_rate", "1"],
-            "--train.learning_rate = '1': there is no such flag. Fix: did you mean train.lr?",
-        ),
+        (["tiny", "--train.learning_rate", "1"], "--train.learning_rate = '1': there is no such"),
         (["tiny", "--lr", "1"], "--lr = '1': there is no such flag. Fix: did you mean train.lr?"),
-        (["tiny", "--data.pth", "x"], "Fix: did you mean data.path?"),
         (["tiny", "--trian.lr", "1"], "Fix: did you mean train.lr?"),
         (["tiny", "--colour", "red"], "Fix: --help lists every setting"),
         (["tiny", "-x"], "-x = '': there is no such flag"),
         (["tiny", "--algo.no-overlong-filter"], "Fix: write --algo.overlong_filter False"),
         (["tiny", "--train.steps", "many"], "train.steps = 'many': must be an integer"),
-        (["tiny", "--train.steps", "2.5"], "train.steps = '2.5': must be an integer"),
-        (["tiny", "--train.lr", "fast"], "train.lr = 'fast': must be a number"),
-        (["tiny", "--train.lr", "-1e-4"], "train.lr = -0.0001: must be above 0"),
-        (["tiny", "--log.progress", "maybe"], "log.progress = 'maybe': must be True or False"),
         (["tiny", "--train.lr"], "--train.lr = '': has no value. Fix: write --train.lr VALUE"),
-        (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
-        (
-            ["tiny", "--rollout.group_size", "1"],
-            "rollout.group_size = 1: algo.advantage 'grpo' compares",
-        ),
-        (
-            ["tiny", "--rollout.group_size", "many"],
-            "rollout.group_size = 'many': must be an integer",
-        ),
-        (["tiny", "--parallel.ep", "3"], "parallel.ep = 3: must divide the number of ranks"),
-        (["tiny", "--parallel.tp", "3"], "parallel.tp = 3: must divide the number of ranks"),
-        (
-            ["tiny", "--model.path", "nowhere"],
-            "model.path = 'nowhere': there is no such folder. Fix: give the folder of a Hugging "
-            "Face checkpoint; relative paths begin at /",
-        ),
-        (
-            ["tiny", "--data.path", "nowhere.jsonl"],
-            "data.path = 'nowhere.jsonl': there is no such file",
-        ),
+        (["tiny", "--model.path", "nowhere"], "model.path = 'nowhere': there is no such folder."),
         (["tiny", "--data.prompt_key", "task"], "answer; so it is in all 4096 rows. Fix: add the"),
-        (
-            ["tiny", "--rollout.max_response_tokens", "600"],
-            "does not fit the model's context of 512 tokens",
-        ),
-        (["tiny", "--data.max_prompt_tokens", "500"], "exceed the model's context of 512"),
         (["tiny", "--world-size", "2"], "--world-size = '2': is for --dry-run and --check"),
-        (
-            ["tiny", "--dry-run", "--world-size", "two"],
-            "--world-size = 'two': must be a positive integer",
-        ),
-        (
-            ["tiny", "--dry-run", "--world-size", "3"],
-            "rollout.prompts_per_step = 16 (set by tiny): must be a multiple of the 3 ranks",
-        ),
+        (["tiny", "--dry-run", "--world-size", "two"], "--world-size = 'two': must be a positive"),
+        (["tiny", "--dry-run", "--world-size", "3"], "rollout.prompts_per_step = 16 (set by"),
         (["--from", "nowhere"], "--from = 'nowhere': there is no config.yaml to read"),
         (["tiny", "--from", "nowhere"], "a run's folder and a preset are given"),
         (["qwen3-0.6b"], "Fix: write hub:Qwen/Qwen3-0.6B for a model of the hub"),
@@ -671,32 +555,13 @@ def test_everything_wrong_is_said_at_once(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"\n' * 10)
-    flags = {
-        "--train.lrr": "3",
-        "--train.steps": "x",
-        "--rollout.group_size": "1",
-        "--parallel.ep": "3",
-        "--data.path": "rows.jsonl",
-    }
-    argv = [word for flag in flags.items() for word in flag]
-    message = refusal(capsys, "tiny", *argv)
+    words = "--train.lrr 3 --train.steps x --rollout.group_size 1 --parallel.ep 3"
+    message = refusal(capsys, "tiny", *words.split(), "--data.path", "rows.jsonl")
     assert "--train.lrr = '3'" in message  # an unknown flag
     assert "train.steps = 'x'" in message  # a value of the wrong type
     assert "rollout.group_size = 1" in message  # a rule
     assert "parallel.ep = 3" in message
     assert "data.path = 'rows.jsonl:2': is not JSON" in message  # a row
-
-
-def test_a_tokenizer_without_chat_template(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in TINY_MOE.iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file)
-    message = refusal(capsys, "tiny", "--parallel.ep", "1", "--model.path", str(folder))
-    assert "the tokenizer has no chat template" in message and "config: 1 problem\n" in message
 
 
 def test_under_torchrun_the_first_rank_speaks_for_all(
@@ -737,9 +602,7 @@ def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert "--from RUN_DIR" in text and "--dry-run" in text
 
 
-def test_help_has_what_presets_use_and_all_has_the_rest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_has_what_presets_use_and_all_has_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "tiny", "--help")
     listed = [name for name in SETTINGS if f"--{name}" in text.split()]
     assert f"{len(SETTINGS) - len(listed)} more: --help all" in text
@@ -781,21 +644,10 @@ def test_help_fits_the_terminal(
             assert len(line) + 1 + len(following.split()[0]) > columns - 4, line
 
 
-RANKS_OF_PRESETS = {
-    "tiny": 2,
-    "tiny-smoke": 2,
-    "tiny-tools": 2,
-    "qwen3-moe-30b-a3b": 8,
-    "qwen3-moe-30b-80gb": 8,
-    "qwen3-30b-a3b-lora": 2,
-    "qwen3.5-35b-a3b": 8,
-    "qwen3.5-35b-a3b-lora": 2,
-    "gpt-oss-20b": 8,
-    "glm-4.7-flash": 8,
-    "glm-4.5-air": 32,
-    "kimi-k2": 256,
-    "qwen3-0.6b": 1,
-}
+RANKS_OF_PRESETS = {"tiny": 2, "tiny-smoke": 2, "tiny-tools": 2, "qwen3-moe-30b-a3b": 8}
+RANKS_OF_PRESETS |= {"qwen3-moe-30b-80gb": 8, "qwen3-30b-a3b-lora": 2, "qwen3.5-35b-a3b": 8}
+RANKS_OF_PRESETS |= {"qwen3.5-35b-a3b-lora": 2, "gpt-oss-20b": 8, "glm-4.7-flash": 8}
+RANKS_OF_PRESETS |= {"glm-4.5-air": 32, "kimi-k2": 256, "qwen3-0.6b": 1}
 
 
 @pytest.mark.parametrize(
@@ -811,14 +663,8 @@ def test_every_preset_dry_runs_where_nothing_is_downloaded(
     world_size = RANKS_OF_PRESETS[preset]
     text = printed(capsys, preset, "--dry-run")
     assert text.startswith(f"{preset}: dry run on {world_size} rank")
-    for title in (
-        "config",
-        "model",
-        f"ranks ({world_size})",
-        "batch",
-        "memory per rank, GiB (estimate)",
-    ):
-        assert f"\n{title}\n" in text
+    for title in ("config", "model", f"ranks ({world_size})", "batch", "memory per rank, GiB"):
+        assert f"\n{title}" in text
     assert ("needs (not here yet" in text) == (not preset.startswith("tiny"))
     assert not Path("runs").exists()
     if world_size > 64:  # a plan for hundreds of ranks takes seconds
@@ -877,19 +723,6 @@ def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFix
     )
     assert "group_size: 4" in text and "16 per step, 4 samples each: 64 rollouts" in text
     assert "warning: train.min_lr = 1e-06 has no effect" in text
-
-
-def test_a_dry_run_notes_another_run_in_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    started_run(Path("runs/tiny"))
-    text = printed(capsys, "tiny", "--dry-run", "--train.seed", "1")
-    assert (
-        "note: runs/tiny has a run with other settings, which may not change on resume:\n"
-        "      train.seed = 1 (that run: 0)\n"
-        "  This one: runs/tiny-2"
-    ) in text
-    assert "has a run" not in printed(capsys, "tiny", "--dry-run")
-    text = printed(capsys, "tiny", "--dry-run", "--train.seed", "1", "--log.dir", "runs/tiny")
-    assert "A start there is refused. Free: --log.dir runs/tiny-2" in text
 
 
 def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(
@@ -990,6 +823,11 @@ def test_mistakes_about_devices_are_refused(
 # ---- as a program
 
 
+def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     "argv",
     [["--help"], ["tiny", "--help"], ["qwen3-moe-30b-a3b", "--dry-run"], ["tiny", "--dry-run"]],
@@ -1005,43 +843,13 @@ except SystemExit as end:
     heavy = [name for name in {HEAVY!r} if name in sys.modules]
     sys.exit(f"imported {{heavy}}" if heavy else end.code)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran([sys.executable, "-c", program])
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "tiny" in ended.stdout or "qwen3" in ended.stdout
 
 
 @pytest.mark.parametrize("argv", ["--help", "tiny --help", "tiny --dry-run"])
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path, argv: str) -> None:
+def test_a_reader_that_leaves_is_no_error(argv: str) -> None:
     command = f"set -o pipefail; {sys.executable} -m r3.cli.parse {argv} | :"
-    ended = subprocess.run(
-        ["bash", "-c", command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran(["bash", "-c", command])
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("argv", "code"), [(["tiny", "--dry-run"], 0), (["tiny", "--train.steps", "0"], 2)]
-)
-def test_the_module_runs_as_a_program(tmp_path: Path, argv: list[str], code: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "r3.cli.parse", *argv]
-    ended = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == code
-    assert (
-        ("dry run on 2 ranks" in ended.stdout) if code == 0 else ("train.steps = 0" in ended.stderr)
-    )
-    assert "Traceback" not in ended.stderr

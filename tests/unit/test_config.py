@@ -62,216 +62,119 @@ def test_reinforce_pp_needs_no_groups() -> None:
     assert checks.problems(config, 2) == []
 
 
+# Settings of which the first one is wrong, and words of the rule.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"rollout.group_size": 1}, "needs at least 2"),
+    ({"rollout.group_size": 1, "algo.advantage": "dr_grpo"}, "dr_grpo"),
+    ({"rollout.prompts_per_step": 15}, "multiple of the 2 ranks. Fix: set it to 14 or 16"),
+    ({"rollout.temperature": 0.0}, "between 0.01 and 2"),
+    ({"rollout.top_p": 0.0}, "between 0 and 1 (0 excluded)"),
+    ({"replay.plausibility": 1.5}, "between 0 and 1: it is a fraction"),
+    ({"algo.clip_dual": 1.0}, "0 or above 1"),
+    ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "at least 1"),
+    ({"algo.baseline": "step", "algo.advantage": "reinforce_pp"}, "compares rewards within a"),
+    ({"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"}, "it has no groups"),
+    (
+        {"rollout.max_staleness": 1, "algo.dynamic_sampling": 1, "rollout.step_token_budget": 8},
+        "leaves out groups of this step by their rewards",
+    ),
+    ({"algo.overlong_buffer": 41}, "exceeds rollout.max_response_tokens = 40"),
+    ({"algo.correction": "token_tis", "algo.loss": "minirl"}, "mismatch twice"),
+    ({"algo.correction": "bypass", "algo.loss": "minirl"}, "mismatch twice"),
+    ({"algo.correction": "bypass", "algo.loss": "pg"}, "pg has none"),
+    ({"train.lr": float("nan")}, "finite"),
+    ({"train.min_lr": 1.0, "train.lr_schedule": "cosine"}, "must not exceed train.lr"),
+    ({"train.steps": 0}, "at least 1"),
+    ({"train.micro_batch_tokens": 40}, "longest sequence"),
+    ({"data.max_prompt_tokens": 480}, "context of 512 tokens. Fix: set it to at most 472"),
+    ({"rollout.max_response_tokens": 512}, "context of 512"),
+    ({"engine.max_model_len": 600}, "context of 512"),
+    ({"engine.max_model_len": 40}, "do not fit"),
+    ({"engine.kv_cache_gib": 1e-05}, "cannot hold one conversation"),
+    ({"parallel.ep": 4}, "number of ranks, which is 2"),
+    ({"parallel.tp": 4, "parallel.ep": 1}, "number of ranks, which is 2"),
+    ({"parallel.pp": 3}, "number of ranks, which is 2"),
+    ({"parallel.cp": 4}, "number of ranks, which is 2"),
+    ({"parallel.engine_tp": 3}, "number of ranks, which is 2"),
+    ({"train.micro_batch_tokens": 4097, "parallel.tp": 2, "parallel.etp": 1}, "multiple of 2"),
+    ({"reward.function": "gsm9k"}, "neither a built-in reward nor"),
+    ({"reward.function": "missing.py:score"}, "there is no file missing.py"),
+    ({"reward.function": []}, "is empty"),
+    ({"reward.function": ["exact", "exact"]}, "names a function twice"),
+    ({"reward.weights": [1.0, 2.0]}, "has 2 values for the 1 functions"),
+    ({"reward.weights": [0.0]}, "are all 0"),
+    ({"reward.function": ["none", "exact"], "env.name": "guess_number"}, "beside other functions"),
+    ({"reward.function": ["none"]}, "single_turn gives no reward"),
+    ({"reward.function": ["env", "exact"], "env.name": "calculator"}, "calculator gives no reward"),
+    ({"eval.function": ["env"]}, "single_turn gives no reward"),
+    ({"reward.args": ["limit=3"]}, "and none is set"),
+    ({"reward.args": ["short.limit=3"]}, "and none is set"),
+    ({"reward.args": ["limit"]}, "must be key=value or FUNCTION.key=value"),
+    ({"data.template_kwargs": ["tools=1"]}, "must be key=value, for"),
+    ({"eval.samples": 4}, "are identical"),
+    ({"eval.name": "a/b"}, "made of letters, digits"),
+    ({"eval.path": "missing.jsonl"}, "no such file"),
+    ({"eval.name": ["a", "a"], "eval.path": TWO_SETS}, "each of the 2 sets differently"),
+    ({"eval.name": ["a", "b"]}, "has 2 values for the 1 paths"),
+    (
+        {"eval.samples": [1, 1, 1], "eval.path": TWO_SETS, "eval.name": ["a", "b"]},
+        "has 3 values for the 2 paths of eval.path. Fix: give one per set, or one for all",
+    ),
+    ({"eval.max_prompts": []}, "has 0 values"),
+    (
+        {
+            "eval.samples": [1, 4],
+            "eval.path": TWO_SETS,
+            "eval.name": ["a", "b"],
+            "eval.temperature": [1, 0],
+        },
+        "are identical",
+    ),
+    ({"eval.pass_at": [1, 8], "eval.samples": 4, "eval.temperature": 1}, "pass@8 needs as many"),
+    ({"eval.pass_at": [0]}, "at least 1"),
+    ({"eval.top_p": [1.5]}, "between 0 and 1 (0 excluded)"),
+    ({"eval.temperature": [float("nan")]}, "finite"),
+    ({"eval.max_tokens": 512}, "context of 512"),
+    ({"eval.function": "gsm9k"}, "neither a built-in reward nor"),
+    ({"eval.env": "chess"}, "there is no such environment. Fix: use one of single_turn"),
+    ({"eval.env": "missing.py:Env"}, "there is no file missing.py"),
+    ({"eval.env": ["single_turn", "calculator"]}, "has 2 values for the 1 paths"),
+    ({"eval.system_prompt": ["a", "b"]}, "has 2 values for the 1 paths"),
+    ({"eval.env_args": "limit"}, "must be key=value or SET.key=value"),
+    ({"eval.env_args": "hard.limit=3"}, "names hard, which is no held-out"),
+    ({"eval.env_args": "limit=3"}, "of heldout is a built-in one, which"),
+    ({"eval.function": "gym"}, "scores only tasks of reasoning-gym"),
+    ({"reward.function": "gym", "eval.path": ""}, "and {train} is none"),
+    ({"eval.only": True, "eval.path": ""}, "nothing to evaluate"),
+    ({"data.weights": [1.0, 2.0]}, "has 2 values for the 1 paths"),
+    ({"data.path": ""}, "is empty"),
+    ({"data.path": "missing.jsonl"}, "no such file"),
+    ({"model.path": ""}, "is empty"),
+    ({"model.path": "Qwen/Qwen3-30B-A3B"}, "write hub:Qwen/Qwen3-30B-A3B"),
+]
+# The message is about another setting.
+WRONG_ELSEWHERE: list[tuple[dict[str, Any], str, str]] = [
+    ({"train.updates_per_step": 3}, "rollout.prompts_per_step", "multiple of"),
+    ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
+    ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
+    ({"parallel.etp": 2}, "parallel.ep", "etp * ep * pp = 4"),
+    (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
+    (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
+    (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
+    (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "no file missing.txt"),
+    (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
+    (HTTP | {"reward.request": ["model=m"]}, "reward.request", "for a field of a chat"),
+    (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
+    (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
+    ({"eval.function": "http", "reward.model": "m"}, "reward.url", "must be the address of a"),
+    ({"reward.function": "model"}, "reward.model_path", "is not a folder"),
+    ({"eval.path": TWO_SETS}, "eval.name", "each of the 2 sets differently. Fix: add --eval.name"),
+]
+
+
 @pytest.mark.parametrize(
     ("values", "field", "rule"),
-    [
-        ({"rollout.group_size": 1}, "rollout.group_size", "needs at least 2"),
-        ({"rollout.group_size": 1, "algo.advantage": "dr_grpo"}, "rollout.group_size", "dr_grpo"),
-        ({"rollout.group_size": 0}, "rollout.group_size", "at least 1"),
-        (
-            {"rollout.prompts_per_step": 15},
-            "rollout.prompts_per_step",
-            "multiple of the 2 ranks. Fix: set it to 14 or 16",
-        ),
-        (
-            {"train.updates_per_step": 3},
-            "rollout.prompts_per_step",
-            "multiple of train.updates_per_step = 3",
-        ),
-        ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
-        ({"rollout.temperature": 0.0}, "rollout.temperature", "between 0.01 and 2"),
-        ({"rollout.top_p": 0.0}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
-        ({"rollout.top_p": 1.1}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
-        ({"rollout.top_k": -1}, "rollout.top_k", "between 0 and 2147483647"),
-        ({"algo.clip_low": 1.5}, "algo.clip_low", "between 0 and 1 (0 excluded)"),
-        ({"replay.plausibility": 1.5}, "replay.plausibility", "between 0 and 1: it is a fraction"),
-        ({"algo.clip_high": 0.0}, "algo.clip_high", "above 0"),
-        ({"algo.clip_dual": 1.0}, "algo.clip_dual", "0 or above 1"),
-        ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "algo.minirl_cap", "at least 1"),
-        ({"algo.correction_high": 0.5}, "algo.correction_high", "0 or at least 1"),
-        ({"algo.correction_low": 1.0}, "algo.correction_low", "between 0 and 1 (1 excluded)"),
-        ({"algo.dynamic_sampling": -1}, "algo.dynamic_sampling", "at least 0"),
-        (
-            {"algo.baseline": "step", "algo.advantage": "reinforce_pp"},
-            "algo.baseline",
-            "compares rewards within a group",
-        ),
-        (
-            {"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"},
-            "algo.dynamic_sampling",
-            "it has no groups",
-        ),
-        ({"rollout.step_token_budget": -1}, "rollout.step_token_budget", "at least 0"),
-        ({"rollout.max_staleness": -1}, "rollout.max_staleness", "at least 0"),
-        (
-            {
-                "algo.dynamic_sampling": 1,
-                "rollout.step_token_budget": 8,
-                "rollout.max_staleness": 1,
-            },
-            "rollout.max_staleness",
-            "leaves out groups of this step by their rewards",
-        ),
-        ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "at least 0"),
-        (
-            {"algo.overlong_buffer": 41},
-            "algo.overlong_buffer",
-            "exceeds rollout.max_response_tokens = 40",
-        ),
-        ({"algo.overlong_penalty": 0.0}, "algo.overlong_penalty", "above 0"),
-        (
-            {"algo.loss": "minirl", "algo.correction": "token_tis"},
-            "algo.correction",
-            "mismatch twice",
-        ),
-        ({"algo.loss": "minirl", "algo.correction": "bypass"}, "algo.correction", "mismatch twice"),
-        ({"algo.loss": "pg", "algo.correction": "bypass"}, "algo.correction", "pg has none"),
-        ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
-        ({"algo.kl_coef": -0.1}, "algo.kl_coef", "at least 0"),
-        ({"train.lr": 0.0}, "train.lr", "above 0"),
-        ({"train.lr": float("nan")}, "train.lr", "finite"),
-        ({"train.lr": float("inf")}, "train.lr", "finite"),
-        (
-            {"train.min_lr": 1.0, "train.lr_schedule": "cosine"},
-            "train.min_lr",
-            "must not exceed train.lr",
-        ),
-        ({"train.steps": 0}, "train.steps", "at least 1"),
-        ({"train.warmup_updates": -1}, "train.warmup_updates", "at least 0"),
-        ({"train.logprob_chunk_tokens": -1}, "train.logprob_chunk_tokens", "at least 0"),
-        ({"train.beta1": 1.0}, "train.beta1", "between 0 and 1 (1 excluded)"),
-        ({"train.beta2": -0.1}, "train.beta2", "between 0 and 1 (1 excluded)"),
-        ({"train.seed": -1}, "train.seed", "between 0 and 2147483647"),
-        ({"train.micro_batch_tokens": 40}, "train.micro_batch_tokens", "longest sequence"),
-        (
-            {"data.max_prompt_tokens": 480},
-            "data.max_prompt_tokens",
-            "context of 512 tokens. Fix: set it to at most 472",
-        ),
-        ({"rollout.max_response_tokens": 512}, "rollout.max_response_tokens", "context of 512"),
-        ({"engine.max_model_len": 600}, "engine.max_model_len", "context of 512"),
-        ({"engine.max_model_len": 40}, "engine.max_model_len", "do not fit"),
-        ({"engine.kv_cache_gib": 1e-5}, "engine.kv_cache_gib", "cannot hold one conversation"),
-        ({"engine.memory_fraction": 1.0}, "engine.memory_fraction", "between 0 and 1"),
-        ({"replay.min_coverage": 1.5}, "replay.min_coverage", "between 0 and 1"),
-        ({"parallel.ep": 4}, "parallel.ep", "number of ranks, which is 2"),
-        ({"parallel.ep": 0}, "parallel.ep", "at least 1"),
-        ({"parallel.tp": 4, "parallel.ep": 1}, "parallel.tp", "number of ranks, which is 2"),
-        ({"parallel.pp": 3}, "parallel.pp", "number of ranks, which is 2"),
-        ({"parallel.cp": 4}, "parallel.cp", "number of ranks, which is 2"),
-        ({"parallel.etp": 2}, "parallel.ep", "etp * ep * pp = 4"),
-        ({"parallel.engine_tp": 3}, "parallel.engine_tp", "number of ranks, which is 2"),
-        (
-            {"parallel.tp": 2, "train.micro_batch_tokens": 4097, "parallel.etp": 1},
-            "train.micro_batch_tokens",
-            "multiple of 2",
-        ),
-        ({"reward.function": "gsm9k"}, "reward.function", "neither a built-in reward nor"),
-        ({"reward.function": "missing.py:score"}, "reward.function", "there is no file missing.py"),
-        ({"reward.function": []}, "reward.function", "is empty"),
-        ({"reward.function": ["exact", "exact"]}, "reward.function", "names a function twice"),
-        ({"reward.weights": [1.0, 2.0]}, "reward.weights", "has 2 values for the 1 functions"),
-        ({"reward.weights": [0.0]}, "reward.weights", "are all 0"),
-        (
-            {"reward.function": ["none", "exact"], "env.name": "guess_number"},
-            "reward.function",
-            "beside other functions",
-        ),
-        ({"reward.function": ["none"]}, "reward.function", "single_turn gives no reward"),
-        (
-            {"env.name": "calculator", "reward.function": ["env", "exact"]},
-            "reward.function",
-            "calculator gives no reward",
-        ),
-        ({"eval.function": ["env"]}, "eval.function", "single_turn gives no reward"),
-        ({"reward.args": ["limit=3"]}, "reward.args", "and none is set"),
-        ({"reward.args": ["short.limit=3"]}, "reward.args", "and none is set"),
-        ({"reward.args": ["limit"]}, "reward.args", "must be key=value or FUNCTION.key=value"),
-        ({"data.template_kwargs": ["tools=1"]}, "data.template_kwargs", "must be key=value, for"),
-        ({"reward.workers": -1}, "reward.workers", "at least 0"),
-        ({"reward.retries": -1}, "reward.retries", "at least 0"),
-        ({"reward.timeout_s": 0.0}, "reward.timeout_s", "between 0 and 1000000 (0 excluded)"),
-        ({"reward.backoff_s": -1.0}, "reward.backoff_s", "between 0 and 1000000"),
-        ({"reward.max_tokens": 0}, "reward.max_tokens", "at least 1"),
-        ({"reward.max_connections": 0}, "reward.max_connections", "at least 1"),
-        ({"reward.model_batch": 0}, "reward.model_batch", "at least 1"),
-        ({"reward.model_tokens": 0}, "reward.model_tokens", "at least 1"),
-        ({"reward.model_wait_s": -0.1}, "reward.model_wait_s", "between 0 and 1000000"),
-        (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
-        (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
-        (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
-        (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "no file missing.txt"),
-        (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
-        (HTTP | {"reward.request": ["model=m"]}, "reward.request", "for a field of a chat"),
-        (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
-        (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
-        (
-            {"eval.function": "http", "reward.model": "m"},
-            "reward.url",
-            "must be the address of a server",
-        ),
-        ({"reward.function": "model"}, "reward.model_path", "is not a folder"),
-        ({"eval.samples": 4}, "eval.samples", "are identical"),
-        ({"eval.name": "a/b"}, "eval.name", "made of letters, digits"),
-        ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
-        (
-            {"eval.path": TWO_SETS},
-            "eval.name",
-            "each of the 2 sets differently. Fix: add --eval.name set1 set2",
-        ),
-        (
-            {"eval.path": TWO_SETS, "eval.name": ["a", "a"]},
-            "eval.name",
-            "each of the 2 sets differently",
-        ),
-        ({"eval.name": ["a", "b"]}, "eval.name", "has 2 values for the 1 paths"),
-        (
-            {"eval.path": TWO_SETS, "eval.name": ["a", "b"], "eval.samples": [1, 1, 1]},
-            "eval.samples",
-            "has 3 values for the 2 paths of eval.path. Fix: give one per set, or one for all",
-        ),
-        ({"eval.max_prompts": []}, "eval.max_prompts", "has 0 values"),
-        (
-            {
-                "eval.path": TWO_SETS,
-                "eval.name": ["a", "b"],
-                "eval.samples": [1, 4],
-                "eval.temperature": [1, 0],
-            },
-            "eval.samples",
-            "are identical",
-        ),
-        (
-            {"eval.samples": 4, "eval.temperature": 1, "eval.pass_at": [1, 8]},
-            "eval.pass_at",
-            "pass@8 needs as many samples, and eval.samples is 4",
-        ),
-        ({"eval.pass_at": [0]}, "eval.pass_at", "at least 1"),
-        ({"eval.top_p": [1.5]}, "eval.top_p", "between 0 and 1 (0 excluded)"),
-        ({"eval.temperature": [float("nan")]}, "eval.temperature", "finite"),
-        ({"eval.max_tokens": 512}, "eval.max_tokens", "context of 512"),
-        ({"eval.function": "gsm9k"}, "eval.function", "neither a built-in reward nor"),
-        (
-            {"eval.env": "chess"},
-            "eval.env",
-            "there is no such environment. Fix: use one of single_turn",
-        ),
-        ({"eval.env": "missing.py:Env"}, "eval.env", "there is no file missing.py"),
-        ({"eval.env": ["single_turn", "calculator"]}, "eval.env", "has 2 values for the 1 paths"),
-        ({"eval.system_prompt": ["a", "b"]}, "eval.system_prompt", "has 2 values for the 1 paths"),
-        ({"eval.env_args": "limit"}, "eval.env_args", "must be key=value or SET.key=value"),
-        ({"eval.env_args": "hard.limit=3"}, "eval.env_args", "names hard, which is no held-out"),
-        ({"eval.env_args": "limit=3"}, "eval.env_args", "of heldout is a built-in one, which"),
-        ({"eval.function": "gym"}, "eval.function", "scores only tasks of reasoning-gym"),
-        ({"reward.function": "gym", "eval.path": ""}, "reward.function", "and {train} is none"),
-        ({"eval.path": "", "eval.only": True}, "eval.only", "nothing to evaluate"),
-        ({"data.weights": [1.0, 2.0]}, "data.weights", "has 2 values for the 1 paths"),
-        ({"data.weights": [0.0]}, "data.weights", "above 0"),
-        ({"data.path": ""}, "data.path", "is empty"),
-        ({"data.path": "missing.jsonl"}, "data.path", "no such file"),
-        ({"model.path": ""}, "model.path", "is empty"),
-        ({"model.path": "Qwen/Qwen3-30B-A3B"}, "model.path", "write hub:Qwen/Qwen3-30B-A3B"),
-    ],
+    [(values, next(iter(values)), rule) for values, rule in WRONG] + WRONG_ELSEWHERE,
 )
 def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule: str) -> None:
     problems = found(values)
@@ -281,25 +184,15 @@ def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule
     assert message.startswith(f"{field} = ") and ". Fix: " in message
 
 
-def test_expert_parallelism_must_divide_the_experts() -> None:
-    assert (
-        "divide the model's 8 experts"
-        in found({"parallel.ep": 16, "rollout.prompts_per_step": 16}, 16)["parallel.ep"]
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "field", "rule"),
     [
+        ({"parallel.ep": 16}, "parallel.ep", "divide the model's 8 experts"),
         ({"parallel.tp": 8}, "parallel.tp", "4 attention heads"),
         ({"parallel.tp": 4}, "parallel.tp", "2 key-value heads"),
         ({"parallel.pp": 8}, "parallel.pp", "8 chunks of a model of 4 layers: each needs a layer"),
         ({"parallel.pp": 2, "parallel.vpp": 3}, "parallel.vpp", "6 chunks of a model of 4 layers"),
-        (
-            {"parallel.vpp": 2},
-            "parallel.vpp",
-            "interleaves the stages of a pipeline, and parallel.pp is 1",
-        ),
+        ({"parallel.vpp": 2}, "parallel.vpp", "interleaves the stages of a pipeline, and"),
         ({"parallel.vpp": 0}, "parallel.vpp", "at least 1"),
         (
             {"parallel.pp": 2, "parallel.pp_layers": (3, 2)},
@@ -458,10 +351,6 @@ def test_lists_that_do_not_fit_hide_no_missing_file() -> None:
     assert problems.keys() == {"eval.name", "eval.path"}
 
 
-def test_evaluation_alone_needs_no_training_data() -> None:
-    assert found({"data.path": "", "eval.only": True}) == {}
-
-
 def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
     settings = changed(
         {"eval.path": ["x", "y"], "eval.name": ["a", "b"], "eval.samples": [1, 8]}
@@ -531,10 +420,7 @@ KL_IN_REWARD = {
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
-        (
-            {"train.min_lr": 1e-5},
-            "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant",
-        ),
+        ({"train.min_lr": 1e-05}, "train.min_lr = 1e-05 has no effect: train.lr_schedule is"),
         *(
             ({"eval.only": True, **values}, f"{name} has no effect: eval.only trains nothing")
             for values, name in [
@@ -546,26 +432,11 @@ KL_IN_REWARD = {
             ]
         ),
         ({"env.command": "true", "env.keep_reasoning": True}, "no effect: the environment is a"),
-        (
-            {"replay.mode": "off", "replay.on_missing": "live"},
-            "replay.on_missing = 'live' has no effect",
-        ),
-        (
-            {"replay.min_coverage": 0.9},
-            "replay.min_coverage = 0.9 has no effect: replay.on_missing is error",
-        ),
-        (
-            {"replay.mode": "r2", "replay.on_missing": "live"},
-            "replay.on_missing = 'live' has no effect",
-        ),
-        (
-            {"model.fp32_head": True},
-            "model.fp32_head = True has no effect: policy and engine are float32",
-        ),
-        (
-            {"replay.mode": "r2", "replay.shadow_every": 5},
-            "replay.shadow_every = 5 has no effect: replay.mode is r2",
-        ),
+        ({"replay.mode": "off", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no"),
+        ({"replay.min_coverage": 0.9}, "replay.min_coverage = 0.9 has no effect:"),
+        ({"replay.mode": "r2", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no"),
+        ({"model.fp32_head": True}, "model.fp32_head = True has no effect: policy and engine are"),
+        ({"replay.mode": "r2", "replay.shadow_every": 5}, "replay.shadow_every = 5 has no effect:"),
         ({"model.dtype": "float32", "engine.dtype": "bfloat16"}, "the engine rounds every weight"),
         ({"replay.reference": True}, "replay.reference = True has no effect: algo.kl_coef is 0"),
         ({"algo.kl_estimator": "k1"}, "algo.kl_estimator = 'k1' has no effect"),
@@ -573,22 +444,10 @@ KL_IN_REWARD = {
         ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),
         ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
         ({**KL_IN_REWARD, "algo.kl_estimator": "k3"}, "biased penalty"),
-        (
-            {**KL_IN_REWARD, "replay.reference": False},
-            "replay.reference is false: the reference policy routes for itself",
-        ),
-        (
-            {"algo.teacher": str(TINY_MOE_TIES), "algo.dynamic_sampling": 2},
-            "algo.dynamic_sampling = 2 leaves out no group for its rewards",
-        ),
-        (
-            {"algo.dynamic_sampling_metric": "reward"},
-            "algo.dynamic_sampling_metric = 'reward' has no effect: algo.dynamic_sampling is 0",
-        ),
-        (
-            {"replay.shadow_every": 0, "replay.shadow_frac": 0.5},
-            "replay.shadow_frac = 0.5 has no effect: replay.shadow_every is 0",
-        ),
+        ({**KL_IN_REWARD, "replay.reference": False}, "replay.reference is false: the reference"),
+        ({"algo.teacher": str(TINY_MOE_TIES), "algo.dynamic_sampling": 2}, "algo.dynamic_sampling"),
+        ({"algo.dynamic_sampling_metric": "reward"}, "algo.dynamic_sampling_metric = 'reward' has"),
+        ({"replay.shadow_every": 0, "replay.shadow_frac": 0.5}, "replay.shadow_frac = 0.5 has no"),
         ({"eval.top_p": 0.9}, "eval.top_p = (0.9,) has no effect: eval.temperature is 0.0"),
         ({"eval.pass_at": 1}, "eval.pass_at = (1,) has no effect: eval.samples is 1"),
         ({"data.weights": 2.0}, "data.weights = (2.0,) has no effect: there is one source"),
@@ -602,37 +461,22 @@ KL_IN_REWARD = {
             "The paper uses sequence",
         ),
         ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is a bound of PPO"),
-        (
-            {"algo.loss": "pg", "train.updates_per_step": 2},
-            "all updates of a step but the first are biased",
-        ),
+        ({"algo.loss": "pg", "train.updates_per_step": 2}, "all updates of a step but the first"),
         ({"algo.loss": "pg", "algo.clip_low": 0.1}, "algo.clip_low = 0.1 has no effect"),
         ({"algo.loss": "minirl", "algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect"),
         ({"algo.minirl_cap": 3.0}, "algo.minirl_cap = 3.0 has no effect"),
         ({"algo.clip_high": 0.4}, "algo.clip_high = 0.4 has no effect: with one update per step"),
         ({"algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect: with one update per step"),
-        (
-            {"algo.correction": "token_tis", "algo.correction_low": 0.5},
-            "algo.correction_low = 0.5 has no effect",
-        ),
-        (
-            {"algo.correction": "bypass", "algo.correction_high": 5.0},
-            "algo.correction_high = 5.0 has no effect",
-        ),
+        ({"algo.correction": "token_tis", "algo.correction_low": 0.5}, "algo.correction_low = 0.5"),
+        ({"algo.correction": "bypass", "algo.correction_high": 5.0}, "algo.correction_high = 5.0"),
         ({"algo.overlong_penalty": 0.5}, "algo.overlong_penalty = 0.5 has no effect"),
         ({"rollout.max_staleness": 2}, "rollout.max_staleness = 2 has no effect"),
-        (
-            {"rollout.step_token_budget": 20, "rollout.max_staleness": 2},
-            "no weight pi_old / mu corrects",
-        ),
+        ({"rollout.step_token_budget": 20, "rollout.max_staleness": 2}, "no weight pi_old / mu"),
         ({"engine.memory_fraction": 0.3}, "engine.memory_fraction = 0.3 has no effect"),
         ({"eval.path": "", "eval.every": 5}, "eval.every = 5 has no effect: eval.path is empty"),
         ({"train.warmup_updates": 26}, "train.lr is never reached"),
         ({"rollout.top_p": 0.9}, "mismatch metrics"),
-        (
-            {"eval.path": str(WORD_PROBLEMS_TRAIN)},
-            "4096 of 4096 questions of eval.path are trained on as well",
-        ),
+        ({"eval.path": str(WORD_PROBLEMS_TRAIN)}, "4096 of 4096 questions of eval.path are"),
     ],
 )
 def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> None:
@@ -640,20 +484,6 @@ def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> 
     assert checks.problems(config, 2) == []
     warnings = checks.examine(config, 2, given=values.keys()).warnings
     assert len(warnings) == 1 and warning in warnings[0]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"algo.clip_high": 0.4, "algo.clip_dual": 3.0, "train.updates_per_step": 2},
-        {"algo.clip_high": 0.4, "algo.correction": "bypass"},
-        {"algo.loss": "cispo", "algo.clip_low": 1.0, "algo.clip_high": 4.0}
-        | {"train.updates_per_step": 2},
-    ],
-    ids=["updates", "bypass", "cispo"],
-)
-def test_bounds_of_a_ratio_that_moves_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
-    assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()
 
 
 def test_a_warm_up_of_all_updates_ends_at_the_learning_rate() -> None:
@@ -698,26 +528,24 @@ def test_settings_of_replay_mean_nothing_to_a_dense_model() -> None:
     assert sorted(text.split()[0] for text in ends) == sorted(given) and len(found) == 3
 
 
-def test_what_an_evaluation_alone_reads_is_nothing_to_warn_of() -> None:
-    given = {
-        "eval.only": True,
-        "data.system_prompt": "Think.",
-        "eval.max_prompts": 8,
-        "rollout.max_response_tokens": 30,
-        "train.micro_batch_tokens": 2048,
-        "train.seed": 3,
-    }
-    assert checks.examine(changed(given), 2, given=given).warnings == ()
+# Bounds of a ratio that moves, one update, one turn, tools of learned rows, what is evaluated.
+WITH_EFFECT: list[dict[str, Any]] = [
+    {"algo.clip_high": 0.4, "algo.clip_dual": 3.0, "train.updates_per_step": 2},
+    {"algo.clip_high": 0.4, "algo.correction": "bypass"},
+    {
+        "algo.loss": "cispo",
+        "algo.clip_low": 1.0,
+        "algo.clip_high": 4.0,
+        "train.updates_per_step": 2,
+    },
+    {"replay.mode": "r2"},
+    {"env.max_turn_tokens": 8},
+    {"eval.path": "", "env.name": "calculator", "train.objective": "sft"} | OF_OBJECTIVE["sft"],
+    {"eval.only": True, "data.system_prompt": "Think.", "eval.max_prompts": 8, "train.seed": 3}
+    | {"rollout.max_response_tokens": 30, "train.micro_batch_tokens": 2048},
+]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"replay.mode": "r2"},
-        {"env.max_turn_tokens": 8},
-        {"eval.path": "", "env.name": "calculator", "train.objective": "sft"} | OF_OBJECTIVE["sft"],
-    ],
-    ids=["one update", "one turn", "tools of learned rows"],
-)
+@pytest.mark.parametrize("values", WITH_EFFECT)
 def test_settings_with_an_effect_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
     assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 
 from r3.assets import TINY_MOE
-from r3.config import (
-    Config,
-    from_yaml,
-    parse_value,
-    with_values,
-)
+from r3.config import Config
+from r3.extras import planner
 from r3.models.shape import ModelShape
 from r3.rewards import REWARDS
 from r3.tools.planning import memory_plan as plan
-from r3.tools.planning.verdict import memory_problems, read_device
-from tests.settings import found, found_in_files
+from tests.settings import changed, found, found_in_files
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -72,11 +67,7 @@ def test_functions_that_rows_name_need_their_settings() -> None:
 @pytest.mark.parametrize(
     ("changes", "lacking", "rule"),
     [
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "",
-            "checkpoint of LlamaForCausalLM, not of a sequence",
-        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "", "checkpoint of LlamaForCausalLM, not of a"),
         ({"id2label": {"0": "bad", "1": "good"}}, "", "has 2 labels, and a reward is one number"),
         ({"id2label": None}, "", "has 2 labels"),  # transformers' default
         ({}, "config.json", "its config.json cannot be read"),
@@ -108,9 +99,7 @@ def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: P
         "reward.model_path": str(classifier(tmp_path)),
     }
     assert found(settings) == {}
-    config = with_values(
-        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
-    )
+    config = changed(settings, tiny_config())
     phases = plan.memory(config, ModelShape.read(config.model.path), 2)
     assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
     assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
@@ -123,25 +112,19 @@ def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> Non
     # 2 MiB in bfloat16
     save_file({"score.weight": np.zeros((2**20,), np.float32)}, path / "model.safetensors")
     settings = {"reward.function": "model", "reward.model_path": str(path)}
-    config = with_values(
-        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
-    )
+    config = changed(settings, tiny_config())
     shape = ModelShape.read(config.model.path)
     policy = shape.num_params * 4 / 2**30
     enough = 2 * policy + config.engine.kv_cache_gib + 2 / 2**10  # policy, engine, cache, reward
 
     def found(config: Config, gib: float) -> list[str]:
-        problems, _ = memory_problems(config, shape, 1, read_device(str(gib)))
+        problems, _ = planner().memory_problems(config, shape, 1, gib)
         return [str(problem) for problem in problems]
 
     assert found(config, 1.01 * enough) == []
     (problem,) = found(config, 0.99 * enough)
     assert "GENERATE needs" in problem and "reward model" in problem
     assert found(tiny_config(), 0.99 * enough) == []  # without one there is room
-
-
-def test_a_config_of_before_with_one_function_still_loads() -> None:
-    assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
 
 
 def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,11 @@ from typing import Any
 import pytest
 
 from r3.config import ConfigError, EnvConfig, parse_value, with_values
-from r3.data.conversation import MessageFault, read_message, read_messages, read_tools
 from r3.data.prompts import DataError, load_prompts
-from r3.data.rendering import ChatTemplate, TemplateFault
 from r3.data.rows import Columns
 from r3.data.template import Renderer
-from r3.rollout import ConversationSetup, read_task
-from r3.tools.check_messages import call_lines, check_messages
+from r3.extras import check
+from r3.rollout import ConversationSetup, Task, read_task
 from tests.rows import parquet, write
 from tests.templates import tokenizer_of
 from tests.tiny import tiny_config
@@ -73,11 +72,12 @@ def test_json_text_of_messages_and_arguments_is_decoded(tmp_path: Path) -> None:
     messages = [ASKED, call({"city": "Rome"}, content=None), RESULT]
     as_text = [ASKED, call('{"city": "Rome"}', content=None), RESULT]
     rows = [{"messages": each} for each in (messages, as_text, json.dumps(as_text))]
+    rows.append({"messages": messages, "tools": "null"})
     first, *others = shown("qwen2_5", write(tmp_path, *map(json.dumps, rows)))
-    assert others == [first, first] and '"arguments": {"city": "Rome"}' in first
+    assert others == [first] * 3 and '"arguments": {"city": "Rome"}' in first
     assert "is the text of a Python list" in refusal("qwen2_5", tmp_path, str(messages))
-    assert read_tools("null") == read_tools(None) == ()
-    assert read_messages('[1, "role"]') == ({"role": "user", "content": '[1, "role"]'},)
+    (text,) = shown("qwen2_5", write(tmp_path, json.dumps({"messages": '[1, "role"]'})))
+    assert 'user\n[1, "role"]<' in text, "it is no text of messages"
 
 
 @pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
@@ -128,7 +128,7 @@ def test_a_system_prompt_that_a_template_drops_is_refused(tmp_path: Path) -> Non
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{- '<|im_start|>' ~ message.role", "{%- if message.role != 'system' %}{{- message.role"
     ).replace("'<|im_end|>\\n' }}\n{%- endfor", "'<|im_end|>\\n' }}{%- endif %}\n{%- endfor")
-    with pytest.raises(TemplateFault, match=r"the content of message 0 \(system\).*leaves it out"):
+    with pytest.raises(ValueError, match=r"the content of message 0 \(system\).*leaves it out"):
         Renderer(tokenizer).render([system, ASKED])
     assert "Tom" in Renderer(tokenizer).render([ASKED])
 
@@ -163,44 +163,44 @@ def test_a_template_that_writes_the_day_may_run_past_midnight() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     tokenizer.chat_template = "{{- day }}" + tokenizer.chat_template
     days = {"day": "Mon"}
-    template = ChatTemplate(tokenizer, days)
+    template = Renderer(tokenizer, days).template
     assert template.render([ASKED]).text.startswith("Mon")
     template._variables["day"] = "Tuesday"
     assert template.render([ASKED]).text.startswith("Tuesday")
 
 
-NO_OBJECT = (("not JSON", "not JSON"), ("[1]", [1]), ('{"a": 1}', {"a": 1}), ("null", {}), ("", {}))
+NO_OBJECT = (("not JSON", '"not JSON"'), ("[1]", "[1]"), ("null", "{}"), ("", "{}"))
 
 
 def test_arguments_that_are_no_object_stay_where_a_model_wrote_them() -> None:
-    for arguments, read in NO_OBJECT:
-        message = read_message(call(arguments), of_model=True)
-        assert message["tool_calls"][0]["function"]["arguments"] == read
-        assert read_message(message, of_model=True) == message, "reading it again changes nothing"
-    with pytest.raises(MessageFault, match="nested deeper than"):
-        read_message(call("[" * 3000 + "]" * 3000), of_model=True)
+    renderer = Renderer(tokenizers("qwen2_5"))
+    for arguments, written in NO_OBJECT:
+        text = renderer.render([ASKED, call(arguments, content="")])
+        assert f'"arguments": {written}' in text
+    with pytest.raises(ValueError, match="nested deeper than"):
+        renderer.render([ASKED, call("[" * 3000 + "]" * 3000)])
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
     for name in ("qwen3", "gpt_oss"):
-        tokenizer = tokenizers(name)
-        assert ChatTemplate(tokenizer, {"enable_thinkin": False}).unread() == ["enable_thinkin"]
-    assert ChatTemplate(tokenizers("qwen3"), {"enable_thinking": False}).unread() == []
+        template = Renderer(tokenizers(name), {"enable_thinkin": False}).template
+        assert template.unread() == ["enable_thinkin"]
+    assert Renderer(tokenizers("qwen3"), {"enable_thinking": False}).template.unread() == []
     values = {"data.template_kwargs": parse_value("data.template_kwargs", ["toolz=1"])}
     with pytest.raises(ConfigError, match="did you mean tools"):
         read_task(with_values(tiny_config(), values))
 
 
+def checked(task: Task) -> list[str]:
+    return list(check().check_task(task, tiny_config().algo))
+
+
 def test_check_says_what_rows_hold_and_what_is_learned(tmp_path: Path) -> None:
     asked = ("<|im_start|>user\na", "#### 1"), ("b", "2")
     rows = [{"question": question, "answer": answer} for question, answer in asked]
-    settings = {
-        "data.path": (str(write(tmp_path, *map(json.dumps, rows))),),
-        "eval.path": (),
-        "train.objective": "sft",
-    }
-    task = read_task(with_values(tiny_config(), settings))
-    said = "\n".join(check_messages(task))
+    data = {"data.path": (str(write(tmp_path, *map(json.dumps, rows))),), "eval.path": ()}
+    config = with_values(tiny_config(), data | {"train.objective": "sft"})
+    said = "\n".join(checked(read_task(config)))
     assert "1 of 2 rows hold a control token of the chat template, such as rows.jsonl:1" in said
     assert "learned first in rows.jsonl:1: '#### 1<|im_end|>'" in said and "writes" not in said
 
@@ -221,8 +221,11 @@ def test_check_says_if_the_parser_does_not_read_the_calls_of_the_template(
     name: str, parser: str, note: str
 ) -> None:
     settings = EnvConfig(name="single_turn", tool_parser=parser)
+    task = read_task(tiny_config(eval={"path": ()}))
+    row = replace(task.prompts.prompts[0], tools=tuple(TOOLS))
     setup = ConversationSetup.of(settings, tokenizers(name), name)
-    said = "\n".join(call_lines(setup, TOOLS))
+    own = replace(task, conversation_setup=setup, prompts=replace(task.prompts, prompts=(row,)))
+    said = "\n".join(line for line in checked(own) if "note: the chat template" in line)
     assert note in said and bool(note) == bool(said), said
 
 
@@ -275,6 +278,6 @@ def test_a_template_may_mark_what_transformers_counts_as_the_models() -> None:
         "{%- for m in messages %}{% generation %}{{ m.role ~ m.content }}{% endgeneration %}"
         "{%- if m.content == 'stop' %}{% break %}{% endif %}{%- endfor %}{{ mood }}"
     )
-    template = ChatTemplate(tokenizer, {"mood": "good", "moot": 1})
+    template = Renderer(tokenizer, {"mood": "good", "moot": 1}).template
     assert template.render([ASKED]).text == "userTom has 3 books.good"
     assert template.unread() == ["moot"]

@@ -12,7 +12,6 @@ import pytest
 
 from r3 import checks
 from r3.config import Config, RewardConfig
-from r3.data.conversation import read_messages
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns, columns_of
 from r3.data.sources import read_rows
@@ -169,10 +168,8 @@ def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
     problems = checks.problems(changed({"data.path": str(path)}), 2)
-    assert [problem.value for problem in problems] == [
-        *(f"{path}:{line}" for line in range(2, 7)),
-        str(path),
-    ]
+    named = [f"{path}:{line}" for line in range(2, 7)]
+    assert [problem.value for problem in problems] == [*named, str(path)]
     assert problems[-1].rule == "7 more faults, 12 in all"
 
 
@@ -223,17 +220,9 @@ def test_from_and_value_are_read_as_role_and_content(as_table: bool, tmp_path: P
     path = Path(parquet(tmp_path, rows)) if as_table else write(tmp_path, *map(json.dumps, rows))
     read, problems = read_rows(str(path), Columns(prompt="conversations", answer=""))
     assert not problems
-    assert [[each["role"] for each in row.messages] for row in read] == [
-        ["system", "user", "assistant", "user"],
-        ["user", "assistant", "tool"],
-        ["user", "assistant", "tool"],
-    ]
+    roles = [" ".join(each["role"] for each in row.messages) for row in read]
+    assert roles == ["system user assistant user", *["user assistant tool"] * 2]
     assert [each["content"] for each in read[0].messages] == ["s", "a", "b", "c"]
-    text = json.dumps(said(("human", "a")) + [REPLY])
-    assert [dict(each) for each in read_messages(json.loads(text))] == [
-        {"role": "user", "content": "a"},
-        REPLY,
-    ]
 
 
 @pytest.mark.parametrize(

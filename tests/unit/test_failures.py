@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -67,57 +66,43 @@ def interrupts() -> None:
     raise KeyboardInterrupt
 
 
-def raised(error: BaseException) -> BaseException:
+def report_of(error: BaseException, folder: Path, rank: int = 0) -> str:
+    """What is said of an error that was raised."""
     try:
         raise error
     except BaseException as caught:
-        return caught
+        return failure_text(caught, rank=rank, path=folder / "errors" / f"rank_{rank:05d}.txt")
 
 
 @pytest.mark.parametrize(
     "error", [RewardError, EnvironmentFailed, UnsoundError, NoSignalError, DroppedError, SaveError]
 )
 def test_an_explained_error_has_no_frames(error: type[Exception], tmp_path: Path) -> None:
-    path = tmp_path / "errors" / "rank_00000.txt"
-    text = failure_text(raised(error("reward f failed")), rank=0, path=path)
+    text = report_of(error("reward f failed"), tmp_path)
     assert f"{error.__name__} on rank 0: reward f failed" in text
-    assert str(path) in text and f"--from {tmp_path}" in text
+    assert f"{tmp_path}/errors/rank_00000.txt" in text and f"--from {tmp_path}" in text
     assert "test_failures.py" not in text
 
 
-def test_an_unexpected_error_names_its_line(tmp_path: Path) -> None:
-    text = failure_text(raised(KeyError("x")), rank=1, path=tmp_path / "errors" / "rank_00001.txt")
-    assert "KeyError on rank 1" in text and "test_failures.py" in text
+NO_MEMORY = "\nout of host memory on rank 0: "
+UNEXPECTED: list[tuple[BaseException, str, str]] = [
+    (KeyError("x"), "\nKeyError on rank 0", "test_failures.py"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "", "train.micro_batch_tokens"),
+    (RuntimeError("could not create a primitive"), NO_MEMORY, "ulimit -v, cgroup"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8"), NO_MEMORY, "ulimit -v, cgroup"),
+    (OSError(12, "Cannot allocate memory"), NO_MEMORY, "ulimit -v, cgroup"),
+    (MemoryError(), NO_MEMORY, "ulimit -v, cgroup"),
+    (OSError(24, "Too many open files", "/a"), "\ntoo many open files on rank 0: ", "(ulimit -n)"),
+]
 
 
-def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    text = failure_text(raised(error), rank=0, path=tmp_path / "errors" / "rank_00000.txt")
-    assert "train.micro_batch_tokens" in text
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("could not create a primitive"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
-        ),
-        OSError(12, "Cannot allocate memory"),
-        MemoryError(),
-    ],
-)
-def test_a_memory_limit_of_the_system_is_named(error: Exception, tmp_path: Path) -> None:
-    text = failure_text(raised(error), rank=0, path=tmp_path / "errors" / "rank_00000.txt")
-    assert text.startswith("\nout of host memory on rank 0: ") and "ulimit -v, cgroup" in text
-
-
-def test_the_limit_of_open_files_is_named(tmp_path: Path) -> None:
-    error = raised(OSError(errno.EMFILE, "Too many open files", "/tmp/a"))
-    text = failure_text(error, rank=0, path=tmp_path / "errors" / "rank_00000.txt")
-    assert text.startswith("\ntoo many open files on rank 0: ") and " (ulimit -n), and R3" in text
-    error = raised(OSError(errno.ENOENT, "No such file", "/tmp/a"))
-    assert "ulimit" not in failure_text(error, rank=0, path=tmp_path / "errors" / "a.txt")
+@pytest.mark.parametrize(("error", "begins", "says"), UNEXPECTED)
+def test_an_unexpected_error_names_its_line_or_its_limit(
+    error: BaseException, begins: str, says: str, tmp_path: Path
+) -> None:
+    text = report_of(error, tmp_path)
+    assert text.startswith(begins) and says in text
+    assert "ulimit" not in report_of(OSError(2, "No such file", "/tmp/a"), tmp_path)
 
 
 def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> None:
@@ -130,23 +115,19 @@ def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> Non
 
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
     """A run without a checkpoint has nothing that continues."""
-    path, command = tmp_path / "errors" / "rank_00000.txt", resume_command(tmp_path)
-    error = raised(KeyboardInterrupt())
-    text = failure_text(error, rank=0, path=path)
+    command, error = resume_command(tmp_path), KeyboardInterrupt()
+    text = report_of(error, tmp_path)
     assert text == f"\ninterrupted by SIGINT; start again with: {command}"
     (RunDir(tmp_path).checkpoints / ".step_000001.partial").mkdir(parents=True)
-    assert failure_text(error, rank=0, path=path) == text
+    assert report_of(error, tmp_path) == text
     RunDir(tmp_path).checkpoint(1).mkdir()
-    text = failure_text(error, rank=0, path=path)
-    assert text == f"\ninterrupted by SIGINT; continue with: {command}"
-    text = failure_text(raised(KeyError("x")), rank=0, path=path)
-    assert text.endswith(f"  continue with: {command}")
+    assert report_of(error, tmp_path) == f"\ninterrupted by SIGINT; continue with: {command}"
+    assert report_of(KeyError("x"), tmp_path).endswith(f"  continue with: {command}")
 
 
 def test_a_message_that_names_a_rank_names_it_once(tmp_path: Path) -> None:
-    path = tmp_path / "errors" / "rank_00000.txt"
     for said in ("rank 1: /full: No space left", "no space"):
-        text = failure_text(raised(SaveError(said)), rank=0, path=path)
+        text = report_of(SaveError(said), tmp_path)
         assert text.count("rank ") == 1 and said in text
 
 
@@ -161,9 +142,9 @@ def test_a_message_that_names_a_rank_names_it_once(tmp_path: Path) -> None:
             "torchrun --nproc_per_node 4 train.py --from runs/a",
         ),
         (
-            {"LOCAL_WORLD_SIZE": "4", "R3_RESUME": "NPROC=4 launch/local.sh --from RUN_DIR"},
+            {"R3_RESUME": "launch/local.sh --from RUN_DIR"},
             "train.py",
-            "NPROC=4 launch/local.sh --from runs/a",
+            "launch/local.sh --from runs/a",
         ),
     ],
 )
@@ -183,8 +164,10 @@ def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
     second = run(tmp_path, 2, breaks("connection closed by peer"))
     assert (first.returncode, second.returncode) == (1, 1)
     assert "RuntimeError on rank 1: this broke" in first.stderr
+    assert (tmp_path / "errors" / "rank_00001.txt").stat().st_mode & 0o077 == 0, "private"
     assert second.stderr == "" and second.stdout == ""
     assert "this broke" in (tmp_path / "errors" / "rank_00001.txt").read_text()
+    assert "broke" in run(tmp_path, 1, breaks("broke")).stderr, "the next run speaks again"
     assert "connection closed" in (tmp_path / "errors" / "rank_00002.txt").read_text()
 
 
@@ -216,17 +199,6 @@ def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Pat
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_the_next_run_speaks_again(tmp_path: Path) -> None:
-    assert "broke" in run(tmp_path, 0, breaks("broke")).stderr
-    assert "broke" in run(tmp_path, 0, breaks("broke")).stderr
-
-
-def test_tracebacks_are_private(tmp_path: Path) -> None:
-    run(tmp_path, 0, breaks("broke"))
-    mode = os.stat(tmp_path / "errors" / "rank_00000.txt").st_mode
-    assert mode & 0o077 == 0
-
-
 def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "errors").write_text("a file where the folder should be")
     done = run(tmp_path, 1, breaks("broke"))
@@ -234,14 +206,8 @@ def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
     assert "RuntimeError: broke" in done.stderr and "could not be written" in done.stderr
 
 
-def test_ctrl_c_has_its_own_exit_code(tmp_path: Path) -> None:
-    assert run(tmp_path, 0, interrupts).returncode == 130
-
-
 def test_without_an_error_nothing_happens(tmp_path: Path) -> None:
+    assert run(tmp_path, 0, interrupts).returncode == 130
+    assert run(tmp_path, 0, lambda: sys.exit(2)).returncode == 2
     done = run(tmp_path, 0, lambda: None)
     assert (done.returncode, done.stdout, done.stderr) == (0, "after the block\n", "")
-
-
-def test_sys_exit_passes(tmp_path: Path) -> None:
-    assert run(tmp_path, 0, lambda: sys.exit(2)).returncode == 2

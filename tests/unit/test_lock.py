@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from r3.config import ConfigError
-from r3.run.lock import hold, require_free
+from r3.run.open import hold
+from r3.run.prepare import require_free
 from r3.runtime.device import free_port
 from tests.world import ROOT
 
@@ -31,20 +33,25 @@ _HOLDER = (
 )
 
 
+HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+
+
+def python(program: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", program, *words]
+
+
+def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, **HERE, capture_output=True, timeout=100)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Starts a Python program with the test's folder as argument and waits for its first line."""
     started: list[subprocess.Popen[str]] = []
 
     def run(program: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(python(program, str(tmp_path)), **HERE, **pipes)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline()
         return process
@@ -136,14 +143,7 @@ os._exit(0)
 def test_nothing_is_written_into_a_run_that_took_the_place_of_this_one(
     what: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SWAPS, str(tmp_path), what],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = ran(python(_SWAPS, str(tmp_path), what))
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in done.stderr
     assert (tmp_path / "run/checkpoints/step_000001/r3.json").read_text() == "theirs"
@@ -155,14 +155,8 @@ def of_other_machine(folder: Path, *, beat: int, ended: bool = False) -> None:
     wrote it.
     """
     # Machines that are copies of one image have one name.
-    facts = {
-        "host": socket.gethostname(),
-        "boot": "another",
-        "pid": 4,
-        "started": "then",
-        "beat": beat,
-        "ended": ended,
-    }
+    facts = {"host": socket.gethostname(), "boot": "another", "pid": 4, "started": "then"}
+    facts |= {"beat": beat, "ended": ended}
     (folder / "run.lock").write_text(json.dumps(facts).ljust(511) + "\n")
 
 
@@ -192,22 +186,22 @@ def test_folder_that_cannot_be_made_is_one_clear_error(below: str, tmp_path: Pat
         hold(tmp_path / below)
 
 
+def ran_on_disk(options: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with an own disk at its folder."""
+    mount = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    inside = ["unshare", "-Urm", "sh", "-c", mount, str(folder)]
+    if ran([*inside, "true"]).returncode:
+        pytest.skip("this system does not let a user mount a file system")
+    return ran([*inside, *python(program, str(folder))])
+
+
 def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
     """A disk that no user may write to, root included."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom r3.run.lock import require_free\n"
         "require_free(Path(sys.argv[1]) / 'new' / 'run')\n"
     )
-    mount = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o ro tmpfs "$0" && exec "$@"')
-    if subprocess.run([*mount, str(tmp_path), "true"], capture_output=True).returncode:
-        pytest.skip("this system does not let a user mount a file system")
-    done = subprocess.run(
-        [*mount, str(tmp_path), sys.executable, "-c", program, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = ran_on_disk("ro", program, tmp_path)
     assert f"the folder cannot be written: {tmp_path} is read-only" in done.stderr
 
 
@@ -252,17 +246,7 @@ def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:
         "open_run(RunDir(Path(sys.argv[1]) / 'run'), tiny_config(), writes=True)\n"
     )
     # Room for the folder and its lock, not for config.yaml.
-    mount = 'mount -t tmpfs -o size=8k tmpfs "$0" && exec "$@"'
-    inside = ("unshare", "-Urm", "sh", "-c", mount, str(tmp_path))
-    if subprocess.run([*inside, "true"], capture_output=True).returncode:
-        pytest.skip("this system does not let a user mount a file system")
-    done = subprocess.run(
-        [*inside, sys.executable, "-c", program, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = ran_on_disk("size=8k", program, tmp_path)
     last = done.stderr.strip().rpartition("ConfigError: ")[2]
     assert "the folder cannot be written: No space left on device" in last, done.stderr
     assert f"log.dir = '{tmp_path / 'run'}'" in last

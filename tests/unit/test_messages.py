@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import shutil
@@ -18,15 +19,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.checks import problems
 from r3.config import Config, ConfigError, RewardConfig, from_yaml
 from r3.data.prompts import DataError
-from r3.data.rendering import EndlessTemplate, apply_template
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
+from r3.data.template import Renderer
 from r3.judges.chat import ChatJudge
 from r3.models.shape import ModelShape, ShapeError
 from r3.rollout import read_task
@@ -38,6 +38,14 @@ from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded model, to be damaged."""
+    return Path(shutil.copytree(assets.TINY_MOE, tmp_path / "model"))
+
+
+HF_TINY = json.loads((assets.TINY_MOE / "config.json").read_text())
 COLUMNS = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
 
 
@@ -67,34 +75,22 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
         assert rows == [] and problem.field == "file"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rope_parameters", "x"),
-        ("rope_parameters", [1]),
-        ("rms_norm_eps", "small"),
-        ("rms_norm_eps", True),
-        ("layer_types", 5),
-        ("mlp_only_layers", 3),
-        ("mlp_only_layers", ["0"]),
-        ("architectures", [["a"]]),
-        ("architectures", {"a": 1}),
-        ("tie_word_embeddings", "yes"),
-        ("eos_token_id", "</s>"),
-        ("eos_token_id", [1.5]),
-    ],
-)
-def test_config_value_of_the_wrong_kind_is_named(key: str, value: object) -> None:
-    values = json.loads((Path(assets.TINY_MOE) / "config.json").read_text())
-    with pytest.raises(ShapeError, match=f"key {key} must be "):
-        ModelShape.from_hf(values | {key: value})
-    ModelShape.from_hf(values)
+WRONG_KINDS: list[tuple[str, list[object]]] = [
+    ("rope_parameters", ["x", [1]]),
+    ("rms_norm_eps", ["small", True]),
+    ("layer_types", [5]),
+    ("mlp_only_layers", [3, ["0"]]),
+    ("architectures", [[["a"]], {"a": 1}]),
+    ("tie_word_embeddings", ["yes"]),
+    ("eos_token_id", ["</s>", [1.5]]),
+]
 
 
-def test_config_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ShapeError, match="is not JSON"):
-        ModelShape.read(tmp_path)
+@pytest.mark.parametrize(("key", "odd"), WRONG_KINDS)
+def test_config_value_of_the_wrong_kind_is_named(key: str, odd: list[object]) -> None:
+    for value in odd:
+        with pytest.raises(ShapeError, match=f"key {key} must be "):
+            ModelShape.from_hf(HF_TINY | {key: value})
 
 
 def shrink_vocabulary(folder: Path) -> None:
@@ -110,12 +106,11 @@ def shrink_vocabulary(folder: Path) -> None:
         lambda folder: (folder / "tokenizer.json").write_text("[]"),
         lambda folder: (folder / "tokenizer_config.json").write_text("{"),
         lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}"),
         shrink_vocabulary,
     ],
 )
-def test_broken_tokenizer_is_one_message(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_broken_tokenizer_is_one_message(damage: Callable[[Path], object], model: Path) -> None:
     read_task(small_task(model))
     damage(model)
     with pytest.raises(ConfigError, match=r"model\.path .*its tokenizer"):
@@ -208,9 +203,7 @@ def small_task(model: Path, **sections: dict[str, Any]) -> Config:
         ("{% for", "unexpected"),
     ],
 )
-def test_a_template_that_fails_is_one_message(template: str, text: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_a_template_that_fails_is_one_message(template: str, text: str, model: Path) -> None:
     (model / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=f"refused by the model's chat template.*{text}"):
         read_task(small_task(model))
@@ -218,29 +211,26 @@ def test_a_template_that_fails_is_one_message(template: str, text: str, tmp_path
         read_task(small_task(model, env={"name": "guess_number"}))
 
 
-def test_a_template_that_is_not_utf8_is_one_message(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
-    (model / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
-    with pytest.raises(ConfigError, match=r"model\.path .*tokenizer cannot be loaded"):
-        read_task(small_task(model))
-
-
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_template_that_never_ends_is_cut(in_thread: bool) -> None:
+def test_a_template_that_never_ends_is_cut(
+    in_thread: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a thread too, where the chat templates of workflows are rendered."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    tokenizer.chat_template = (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    )
-    messages = [{"role": "user", "content": "a"}]
+
+    def soon(act: Callable[[], str], _: float, error: Callable[[], Exception]) -> str:
+        return time_limit(act, 0.5, error)
+
+    monkeypatch.setattr("r3.data.rendering.time_limit", soon)
+    own, text = copy.deepcopy(tokenizer), "{% for a in range(99999) %}"
+    renderer = Renderer(own)
+    own.chat_template = f"{text}{text}{'{% endfor %}' * 2}"
     began = time.monotonic()
-    with pytest.raises(EndlessTemplate, match=r"not rendered after 0\.5 s"):
+    with pytest.raises(ValueError, match="was not rendered after"), ThreadPoolExecutor(1) as thread:
+        messages = [{"role": "user", "content": "a"}]
         if in_thread:
-            with ThreadPoolExecutor(1) as threads:
-                threads.submit(apply_template, tokenizer, messages, limit_s=0.5).result(60)
+            thread.submit(renderer.render, messages).result(60)
         else:
-            apply_template(tokenizer, messages, limit_s=0.5)
+            renderer.render(messages)
     assert time.monotonic() - began < 10
 
 
@@ -269,9 +259,7 @@ def test_a_time_limit_in_a_thread_ends_with_its_call() -> None:
     assert found[:2] == ["in time", "late"]
 
 
-def test_a_template_that_shows_no_message_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_a_template_that_shows_no_message_is_refused(model: Path) -> None:
     (model / "chat_template.jinja").write_text("hello")
     with pytest.raises(DataError, match=r"content of message 0 .*leaves it out"):
         read_task(small_task(model))
@@ -298,7 +286,7 @@ def test_a_template_that_shows_no_message_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_contradiction_in_config_json_is_named(keys: dict[str, Any], text: str) -> None:
-    values = json.loads((Path(assets.TINY_MOE) / "config.json").read_text())
+    values = dict(HF_TINY)
     values.pop("rope_theta", None)
     agreeing = {"num_local_experts": 8, "pad_token_id": -1, "bos_token_id": None}
     ModelShape.from_hf(values | agreeing)
@@ -310,22 +298,18 @@ ODD_VALUES = (None, "x", "", -1, 0, 1.5, float("nan"), 1e400, True, [], [None], 
 
 
 def test_no_value_in_config_json_ends_in_a_traceback() -> None:
-    values = json.loads((Path(assets.TINY_MOE) / "config.json").read_text())
+    values = dict(HF_TINY)
     rope: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
     extra = ("rope_theta", "mlp_only_layers", "decoder_sparse_step", "layer_types", "dtype")
     refused = 0
-    for key in dict.fromkeys([*values, *extra]):
-        for odd in ODD_VALUES:
-            try:
-                ModelShape.from_hf(values | {key: odd})
-            except ShapeError:
-                refused += 1
-    for key in ("rope_type", "factor", "rope_theta", "original_max_position_embeddings"):
-        for odd in ODD_VALUES:
-            try:
-                ModelShape.from_hf(values | {"rope_parameters": rope | {key: odd}})
-            except ShapeError:
-                refused += 1
+    of_rope = ("rope_type", "factor", "rope_theta", "original_max_position_embeddings")
+    changes = [{key: odd} for key in dict.fromkeys([*values, *extra]) for odd in ODD_VALUES]
+    changes += [{"rope_parameters": rope | {key: odd}} for key in of_rope for odd in ODD_VALUES]
+    for change in changes:
+        try:
+            ModelShape.from_hf(values | change)
+        except ShapeError:
+            refused += 1
     assert refused > 200
 
 
@@ -335,10 +319,8 @@ def faults_of(model: Path) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool])
 def test_weights_of_a_type_that_cannot_be_loaded_are_refused(
-    dtype: torch.dtype, tmp_path: Path
+    dtype: torch.dtype, model: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
     assert faults_of(model) == ""
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
@@ -350,9 +332,7 @@ def test_weights_of_a_type_that_cannot_be_loaded_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["twice", "folder", "broken link", "fifo", "nested"])
-def test_a_file_of_weights_that_is_none_is_named(kind: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_a_file_of_weights_that_is_none_is_named(kind: str, model: Path) -> None:
     # Under its standard name, the file of weights would be the only one that is read.
     (model / "model.safetensors").rename(model / "most.safetensors")
     more = model / "more.safetensors"
@@ -372,17 +352,13 @@ def test_a_file_of_weights_that_is_none_is_named(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "added_tokens.json"])
-def test_a_model_file_that_is_a_fifo_is_refused(name: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_a_model_file_that_is_a_fifo_is_refused(name: str, model: Path) -> None:
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     assert f"{name} is a device or a FIFO" in faults_of(model)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+def test_a_tokenizer_without_an_end_token_is_refused(model: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings.pop("eos_token")
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -418,26 +394,16 @@ def test_a_run_folder_that_cannot_be_one_is_a_problem(kind: str, tmp_path: Path)
     assert not problems(tiny_config(log={"dir": str(good)}), 1)
     run.mkdir()
     assert not problems(tiny_config(log={"dir": str(run)}), 1)
-    path = str(run)
-    match kind:
-        case "long":
-            path += "/" + "x" * 300
-        case "loop":
-            (run / "loop").symlink_to(run / "loop")
-            path += "/loop"
-        case "below":
-            (run / "file").touch()
-            path += "/file/run"
-        case "null":
-            path += "\0"
-        case "not UTF-8":
-            path += os.fsdecode(b"\xff")
-        case "metrics":
-            (run / "metrics.jsonl").mkdir()
-        case "checkpoints":
-            (run / "checkpoints").touch()
-        case "config":
-            os.mkfifo(run / "config.yaml")
+    (run / "loop").symlink_to(run / "loop")
+    (run / "file").touch()
+    below = {"long": "/" + "x" * 300, "loop": "/loop", "below": "/file/run", "null": "\0"}
+    path = str(run) + (below | {"not UTF-8": os.fsdecode(b"\xff")}).get(kind, "")
+    if kind == "metrics":
+        (run / "metrics.jsonl").mkdir()
+    elif kind == "checkpoints":
+        (run / "checkpoints").touch()
+    elif kind == "config":
+        os.mkfifo(run / "config.yaml")
     (found,) = problems(tiny_config(log={"dir": path}), 1)
     assert found.field == "log.dir"
     str(found).encode()  # can be printed

@@ -132,14 +132,8 @@ def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path
     dataset = load_prompts(path, tokenizer, **OPTIONS | {"on_too_long": "drop"})
     assert (len(dataset), dataset.dropped_too_long) == (2, 1)
     tokens = len(dataset.prompts[0].tokens_T)
-    assert (
-        len(
-            load_prompts(
-                write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens}
-            )
-        )
-        == 1
-    )
+    just = OPTIONS | {"max_prompt_tokens": tokens}
+    assert len(load_prompts(write(tmp_path, GOOD), tokenizer, **just)) == 1
     with pytest.raises(DataError, match=f"no row of 1 remains: 1 exceed {tokens - 1} tokens"):
         options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
@@ -216,13 +210,7 @@ def test_turns_keep_to_the_shares_at_every_place(weights: tuple[float, ...]) -> 
 
 
 def test_turns_by_hand() -> None:
-    assert [turns((1, 1), places) for places in range(5)] == [
-        [0, 0],
-        [0, 1],
-        [1, 1],
-        [1, 2],
-        [2, 2],
-    ]
+    assert [turns((1, 1), n) for n in range(5)] == [[n // 2, n - n // 2] for n in range(5)]
     assert turns((3, 1), 100) == [75, 25]
 
 

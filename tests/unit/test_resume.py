@@ -21,10 +21,9 @@ from r3 import assets
 from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout import read_task
-from r3.run.digests import digests_of, read_digests
 from r3.run.folder import RunDir, step_folders
-from r3.run.manifest import write_manifest
 from r3.run.open import Opened, ResumeError, newest_whole, open_run
+from r3.run.prepare import digests_of
 from r3.run.state import RunState
 from r3.runtime.mesh import Axis
 from tests.run_folder import publish
@@ -42,11 +41,7 @@ class Place:
     root: Path
 
     def start(
-        self,
-        *allowed: str,
-        writes: bool = True,
-        only: bool = False,
-        **sections: dict[str, Any],
+        self, *allowed: str, writes: bool = True, only: bool = False, **sections: dict[str, Any]
     ) -> Opened:
         """Start or resume the run; the lock is released."""
         config = tiny_config(
@@ -153,11 +148,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_shapes_learning_is_refused_once(name: str, place: Place) -> None:
     change, message = CHANGES[name]
-    before = read_digests(RunDir(place.root / "run"))
+    before = RunDir(place.root / "run").sources.read_text()
     change(place.root)
     with pytest.raises(ConfigError, match=f"config: 1 problem\n(.|\n)*{message}") as refused:
         place.start()
-    assert read_digests(RunDir(place.root / "run")) == before
+    assert RunDir(place.root / "run").sources.read_text() == before
     (group,) = re.findall(r"allow_changed (\w+)", str(refused.value))
     with pytest.raises(ConfigError):  # the preflight says it, too
         place.start(writes=False)
@@ -172,6 +167,8 @@ def test_a_change_of_what_shapes_learning_is_refused_once(name: str, place: Plac
 def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
     append_row(place.root)
     template(place.root)
+    start = place.start(writes=False, only=True)
+    assert start.notes[1:] == ("changed since the last start: the rows, the chat template",)
     retrained(place.root / "model")
     with pytest.raises(ConfigError, match="config: 3 problems") as refused:
         place.start("teacher")
@@ -209,12 +206,6 @@ def test_a_run_of_an_older_version_resumes_with_a_note(place: Place) -> None:
     _, note = place.start().notes
     assert note.startswith("sources.json is missing: data, tokenizer and models were not compared")
     assert len(place.start().notes) == 1
-
-
-def test_evaluation_alone_notes_a_change(place: Place) -> None:
-    template(place.root)
-    start = place.start(writes=False, only=True)
-    assert start.notes[1:] == ("changed since the last start: the chat template",)
 
 
 def test_samples_of_steps_that_are_made_again_are_dropped(place: Place) -> None:
@@ -261,20 +252,22 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(place: Place) -> None:
     assert place.start(train={"steps": 3}).step == 3
 
 
+def saved(run_dir: RunDir, step: int, state: RunState | None = None) -> Path:
+    """A whole checkpoint without tensors."""
+    partial = run_dir.checkpoints / f".step_{step:06d}.partial"
+    partial.mkdir(parents=True)
+    (partial / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    publish(run_dir.checkpoints, step, state=state)
+    return run_dir.checkpoint(step)
+
+
 def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path) -> None:
     """One that kept its name would count as the newest, and `checkpoint.keep` delete later ones."""
     run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
 
-    def save(step: int) -> Path:
-        folder = run_dir.checkpoint(step)
-        folder.mkdir(parents=True)
-        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-        write_manifest(folder, run_id="", step=step, files={})
-        return folder
-
-    first = save(1)
+    first = saved(run_dir, 1)
     for _ in range(2):
-        damaged = save(2)
+        damaged = saved(run_dir, 2)
         (damaged / "manifest.json").unlink()
         opened = Opened(checkpoint=damaged, step=2)
         opened = newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
@@ -294,22 +287,16 @@ def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
         opened.lock.release()
         return newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
 
-    def save(step: int, state: RunState | None) -> None:
-        partial = run_dir.checkpoints / f".step_{step:06d}.partial"
-        partial.mkdir(parents=True)
-        (partial / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-        publish(run_dir.checkpoints, step, state=state)
-
     own = start().state
     assert own is not None
-    save(1, own)
+    saved(run_dir, 1, own)
     file.unlink()
-    save(2, own)
+    saved(run_dir, 2, own)
     written = RunState.read(tmp_path)
     assert written is not None and (written.run_id, written.key) == (own.run_id, own.key)
     assert file.stat().st_mode & 0o777 == 0o600
-    save(3, replace(own, key=""))  # as versions did that read the file at each save
-    save(4, None)
+    saved(run_dir, 3, replace(own, key=""))  # as versions did that read the file at each save
+    saved(run_dir, 4)
     file.unlink()
     resumed = start()
     assert resumed.step == 4
@@ -325,20 +312,8 @@ def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
         start()
 
 
-STATE_OF_THE_VERSION_BEFORE = """{
-  "run_id": "0123456789abcdef",
-  "key": "KEY",
-  "last_start": 3,
-  "fruitless": 1,
-  "failed_step": 4,
-  "failures": 1,
-  "place": [
-    7,
-    "/somewhere/else"
-  ],
-  "tracker": ""
-}
-"""
+STATE_OF_THE_VERSION_BEFORE = """{"run_id": "0123456789abcdef", "key": "KEY", "last_start": 3,
+"fruitless": 1, "failed_step": 4, "failures": 1, "place": [7, "/somewhere/else"], "tracker": ""}"""
 
 
 def test_a_folder_of_the_version_before_resumes(place: Place) -> None:
@@ -436,7 +411,9 @@ def test_a_step_that_fails_twice_ends_the_run_with_its_error(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     attempt(tmp_path, reaches=3, saves=3)  # a person may try again, with full patience
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    attempt(tmp_path, reaches=3)
+    for step in range(4, 8):
+        attempt(tmp_path, reaches=step, saves=step)  # restarts with progress never end
+    assert json.loads((tmp_path / "run.json").read_text())["failures"] == 1
 
 
 @pytest.mark.usefixtures("by_launcher")
@@ -446,13 +423,6 @@ def test_steps_that_are_never_saved_are_no_progress(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="automatic restarts in a row ended before a checkpoint"):
         for reached in (4, 2):
             attempt(tmp_path, reaches=reached)
-
-
-@pytest.mark.usefixtures("by_launcher")
-def test_restarts_with_progress_never_end(tmp_path: Path) -> None:
-    for step in range(1, 8):
-        attempt(tmp_path, reaches=step, saves=step)
-    assert json.loads((tmp_path / "run.json").read_text())["failures"] == 1
 
 
 @pytest.mark.parametrize(

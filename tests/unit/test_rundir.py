@@ -72,25 +72,11 @@ def scored(
 
 def test_names_are_those_of_the_design(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    names = [
-        run_dir.config,
-        run_dir.metrics,
-        run_dir.tensorboard,
-        run_dir.rollouts(1),
-        run_dir.eval(0),
-        run_dir.checkpoint(10),
-        run_dir.hf(10),
-        run_dir.heartbeat(3),
-    ]
+    names = [run_dir.config, run_dir.metrics, run_dir.rollouts(1), run_dir.eval(0)]
+    names += [run_dir.checkpoint(10), run_dir.hf(10), run_dir.heartbeat(3), run_dir.tensorboard]
     assert [path.relative_to(tmp_path).as_posix() for path in names] == [
-        "config.yaml",
-        "metrics.jsonl",
-        "tensorboard",
-        "rollouts/step_000001.jsonl",
-        "eval/step_000000.jsonl",
-        "checkpoints/step_000010",
-        "hf/step_000010",
-        "heartbeats/rank_00003.json",
+        *("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "eval/step_000000.jsonl"),
+        *("checkpoints/step_000010", "hf/step_000010", "heartbeats/rank_00003.json", "tensorboard"),
     ]
     assert files(tmp_path) == []  # naming writes nothing
 
@@ -117,14 +103,8 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
     assert rewards == [1.0, 0.1 + 0.2, 0.0]
     assert advantages == [0.5, -1 / 3, 2.0]
     for before, after in zip(written, read, strict=True):
-        for name in (
-            "prompt_id",
-            "group",
-            "sample_index",
-            "finish_reason",
-            "policy_version",
-            "response",
-        ):
+        names = "prompt_id group sample_index finish_reason policy_version response"
+        for name in names.split():
             assert getattr(before, name) == getattr(after, name)
         for name in ("tokens_T", "loss_mask_T", "logprobs_T", "routed_experts"):
             assert getattr(before, name).dtype == getattr(after, name).dtype
@@ -193,11 +173,8 @@ def test_eval_sets_of_one_step_share_a_file(tmp_path: Path) -> None:
     write_eval(run_dir, 0, "hard", [{"reward": 0.5}])
     # Done again after a resume
     path = write_eval(run_dir, 0, "easy", [{"reward": 1.0}, {"reward": 0.0}])
-    assert [(row["set"], row["reward"]) for row in read_jsonl(path)] == [
-        ("hard", 0.5),
-        ("easy", 1.0),
-        ("easy", 0.0),
-    ]
+    rows = [(row["set"], row["reward"]) for row in read_jsonl(path)]
+    assert rows == [("hard", 0.5), ("easy", 1.0), ("easy", 0.0)]
 
 
 def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
@@ -226,20 +203,10 @@ def test_a_kill_in_the_middle_of_a_write_keeps_the_old_file(tmp_path: Path) -> N
 
 def test_floats_survive_the_file(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    row = {
-        "step": 0,
-        "a": 0.1 + 0.2,
-        "b": 5e-324,
-        "c": 1.7976931348623157e308,
-        "d": -0.0,
-        "e": math.inf,
-        "f": math.nan,
-    }
-    run_dir.append_metrics(row)
+    odd = (0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, math.inf, math.nan)
+    run_dir.append_metrics({"step": 0} | dict(zip("abcdef", odd, strict=True)))
     (read,) = read_metrics(tmp_path)
-    assert {key: float(value).hex() for key, value in read.items()} == {
-        k: float(v).hex() for k, v in row.items()
-    }
+    assert [read[key].hex() for key in "abcdef"] == [value.hex() for value in odd]
 
 
 @pytest.mark.parametrize(
@@ -259,13 +226,6 @@ def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read_metrics(path) == [{"step": 0}, {"step": 1}]
-
-
-def test_a_bad_line_before_the_last_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON object"):
-        read_metrics(path)
 
 
 def test_a_torn_dump_gives_the_rollouts_that_are_whole(tmp_path: Path) -> None:
@@ -298,9 +258,8 @@ def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
     assert truncate_metrics(run_dir, 0) == []
     assert truncate_metrics(run_dir, 4) == ["metrics.jsonl is missing: rows before step 4 are lost"]
     run_dir.append_metrics({"step": 1})
-    assert truncate_metrics(run_dir, 4) == [
-        "metrics.jsonl: 2 rows between steps 2 and 3 are missing"
-    ]
+    (said,) = truncate_metrics(run_dir, 4)
+    assert said == "metrics.jsonl: 2 rows between steps 2 and 3 are missing"
 
 
 def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: Path) -> None:
@@ -322,20 +281,8 @@ def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: 
 
 def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path) -> None:
     routes = np.asfortranarray(np.arange(4 * 3 * 2, dtype=np.int8).reshape(4, 3, 2))
-    zeros = np.zeros(5, dtype=np.float32)
-    rollout = Rollout(
-        prompt_id="a:1",
-        group=0,
-        sample_index=0,
-        tokens_T=np.arange(5),
-        loss_mask_T=zeros,
-        logprobs_T=zeros,
-        routed_experts=routes,
-        finish_reason="stop",
-        policy_version=0,
-        response="",
-    )
-    (again,), _, _ = read_rollouts(dump(tmp_path, scored([rollout])))
+    odd = replace(rollout(0, 5), routed_experts=routes)
+    (again,), _, _ = read_rollouts(dump(tmp_path, scored([odd])))
     assert np.array_equal(again.routed_experts, routes)
 
 

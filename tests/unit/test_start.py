@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import closing as closing_task
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +21,16 @@ import pyarrow.parquet
 import pytest
 
 from r3 import assets
-from r3.config import Config, ConfigError, parse_value, with_values
+from r3.config import Config, ConfigError, with_values
 from r3.data.prompts import DataError, prompts_of_step
+from r3.extras import check, closing, machine, result
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout import EnvironmentFailed, Task, read_task
 from r3.run.folder import RunDir
-from r3.run.prepare import refusing
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
-from r3.tools.beside.header import reward_text, source_lines
-from r3.tools.beside.machine import require_memory, require_others_in_reach
-from r3.tools.beside.result import closing, result
-from r3.tools.check import check_task
+from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
 
@@ -60,29 +58,15 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
-    config = with_values(
-        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
-    )
-    task = read_task(config)
-    assert (len(task.prompts), task.prompts.sizes, task.prompts.dropped_duplicates) == (
-        14,
-        (10, 4),
-        1,
-    )
+    task = read_task(changed(settings, tiny_config()))
+    assert (len(task.prompts), task.prompts.sizes) == (14, (10, 4))
+    assert task.prompts.dropped_duplicates == 1
     drawn = prompts_of_step(task.prompts, seed=0, step=0, count=8)
     assert sum(prompt.id.startswith("four.parquet:") for prompt in drawn) == 4
 
-    paths = settings["data.path"]
-    assert source_lines(paths, task.prompts.read) == ["10 of ten.jsonl", "4 of four.parquet"]
-    assert source_lines(paths[:1], task.prompts.read[:1]) == []
-    folder = str(Path(paths[0]).parent)
-    assert source_lines([folder], [("data", 14)]) == ["14 of data (2 files)"]
-
     short, long = task.heldout
-    assert [(each.settings.name, len(each.prompts)) for each in task.heldout] == [
-        ("short", 3),
-        ("long", 5),
-    ]
+    sizes = {each.settings.name: len(each.prompts) for each in task.heldout}
+    assert sizes == {"short": 3, "long": 5}
     assert task.max_model_len == max(len(prompt.tokens_T) for prompt in long.prompts) + 300
     prompt = short.prompts[0]
     rollout = random_rollouts(task.shape, [9])[0]
@@ -105,10 +89,7 @@ def test_a_held_out_question_that_is_too_long_is_never_dropped(
 
 def test_evaluation_alone_reads_no_training_data(settings: dict[str, Any]) -> None:
     settings |= {"data.path": "missing.jsonl", "data.weights": [], "eval.only": True}
-    config = with_values(
-        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
-    )
-    task = read_task(config)
+    task = read_task(changed(settings, tiny_config()))
     assert (len(task.prompts), len(task.heldout)) == (0, 2)
 
 
@@ -125,6 +106,12 @@ class Limited:
 """
 
 
+def checked(config: Config) -> str:
+    """What `--check` says of a task."""
+    with closing_task(read_task(config)) as task:
+        return "\n".join(check().check_task(task, config.algo))
+
+
 def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) -> None:
     function = "def high(response, prompt):\n    return int(response.split()[-1]) > 50\n"
     (tmp_path / "own.py").write_text(function)
@@ -135,10 +122,7 @@ def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) ->
         rows.write_text("\n".join(lines))
         settings: dict[str, Any] = {"data.path": (str(rows),), "eval.path": ()}
         settings |= {"reward.function": (f"{tmp_path}/own.py:high",)}
-        task = read_task(with_values(tiny_config(), settings))
-        text = "\n".join(check_task(task, tiny_config().algo))
-        task.close()
-        return text
+        return checked(with_values(tiny_config(), settings))
 
     warning = "warning: the reference answers of the first 2 rows are worth 0 at most. high may not"
     assert warning in said("#### 7", "#### 8")
@@ -164,8 +148,7 @@ def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path
 
     def task(**more: str) -> Task:
         given = settings | {name.replace("_", ".", 1): value for name, value in more.items()}
-        values = {name: parse_value(name, value) for name, value in given.items()}
-        return read_task(with_values(tiny_config(), values))
+        return read_task(changed(given, tiny_config()))
 
     found = task()
     same, own = found.heldout
@@ -174,14 +157,14 @@ def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path
     assert [message["content"] for message in own.prompts[0].messages] == ["Be brief.", "3+4?"]
     assert own.prompts[0].answer == "#### 7"
     assert same.conversation_setup is found.conversation_setup is not own.conversation_setup
-    said = "\n".join(check_task(found, tiny_config().algo))
+    said = "\n".join(check().check_task(found, tiny_config().algo))
     assert "    same: environment: reset on word_problems_eval.jsonl:1 returned 1 message" in said
     assert "    own: environment: reset on own.jsonl:1 returned 4 message(s)" in said
     assert "    own: reward of the reference answer of own.jsonl:1: gsm8k 1" in said
     found.close()
     failing = task(eval_env_args="own.limit=9")
     with pytest.raises(EnvironmentFailed, match=r"9 is above 8") as error:
-        list(check_task(failing, tiny_config().algo))
+        list(check().check_task(failing, tiny_config().algo))
     failing.close()
     first, *_, last = str(error.value).splitlines()
     assert (
@@ -205,9 +188,7 @@ def test_a_reward_that_an_environment_may_replace_is_a_note(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     data = {"path": (str(tmp_path / "rows.jsonl"),)}
     config = tiny_config(data=data, eval={"path": ()}, env={"path": f"{tmp_path}/flow.py:Flow"})
-    task = read_task(config)
-    said = "\n".join(check_task(task, config.algo))
-    task.close()
+    said = checked(config)
     assert "note: reward gsm8k fails on the reference answer of rows.jsonl:1: ValueError" in said
     assert "set --reward.function none" in said
     # A function that will be asked still fails.
@@ -215,10 +196,8 @@ def test_a_reward_that_an_environment_may_replace_is_a_note(tmp_path: Path) -> N
     config = tiny_config(
         data=data, eval={"path": ()}, reward={"function": (f"{tmp_path}/mine.py:f",)}
     )
-    task = read_task(config)
     with pytest.raises(RewardError, match="KeyError: 'level'"):
-        list(check_task(task, config.algo))
-    task.close()
+        checked(config)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +229,7 @@ def test_functions_that_only_a_run_can_call_are_left_out(
     reward = {"function": function, "row_functions": ("gsm8k", "self_judge")}
     env = {"path": f"{tmp_path}/talk.py:Talk"} if "env" in functions else {}
     config = tiny_config(data={"path": (data,)}, eval={"path": (data,)}, reward=reward, env=env)
-    task = read_task(config)
-    found = list(check_task(task, config.algo))
-    task.close()
+    found = checked(config).splitlines()
     for text in said:
         assert len([line for line in found if text in line]) == 2, "\n".join(found)
     assert not any("warning" in line for line in found)
@@ -285,9 +262,7 @@ class Talk(Base):
 @pytest.mark.parametrize("shares", [True, False])
 def test_what_all_conversations_share_is_a_note(shares: bool, tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(SHARES.format("self.seen.append(1)" if shares else "pass"))
-    task = read_task(tiny_config(eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}))
-    said = "\n".join(check_task(task, tiny_config().algo))
-    task.close()
+    said = checked(tiny_config(eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}))
     assert ("note: environment: calls changed seen, which belongs to the class" in said) == shares
     assert "changed own" not in said
 
@@ -301,13 +276,11 @@ def test_an_environment_makes_a_step(tmp_path: Path) -> None:
     )
     for answer, said in (("#### 7", "returned 0 message(s), reward 7, done True"), ("no", "")):
         rows.write_text(json.dumps({"question": "?", "answer": answer}))
-        task = read_task(config)
         if said:
-            assert said in "\n".join(check_task(task, config.algo))
+            assert said in checked(config)
         else:
             with pytest.raises(EnvironmentFailed, match=r"step failed on rows.jsonl:1 \(error\)"):
-                list(check_task(task, config.algo))
-        task.close()
+                checked(config)
 
 
 # ---- the closing line
@@ -334,12 +307,6 @@ def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) ->
     assert closing(tiny_config(), run_dir, 61.2, 2, {}).startswith(f"done       in 61 s: {said}; ")
 
 
-def test_rewards_of_the_environment_are_named() -> None:
-    assert reward_text(tiny_config(reward={"function": ("none",)})) == "of the environment"
-    own = {"function": ("gsm8k", "my.py:short"), "weights": (1.0, 0.1)}
-    assert reward_text(tiny_config(reward=own)) == "gsm8k + 0.1 my.py:short"
-
-
 def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:
     row = {"eval/heldout/accuracy": 0.25, "eval/hard/accuracy": 0.5, "eval/hard/reward": 1.5}
     said = closing(tiny_config(eval={"only": True}), RunDir(tmp_path), 6.4, 8, row)
@@ -353,11 +320,6 @@ def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> 
     run_dir = run_of(tmp_path, {}, {"mismatch/k3": 1e-3})
     assert result(Config(), run_dir, 1) == "1 step"
     assert result(Config(), RunDir(tmp_path / "nothing"), 0) == "0 steps"
-
-
-def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
-    run_dir = run_of(tmp_path, {}, {"mismatch/k3_replay": 0.0, "mismatch/k3_live": 0.0})
-    assert result(Config(), run_dir, 1) == "1 step; replay: k3 0.0e+00, live: 0.0e+00"
 
 
 @pytest.mark.large
@@ -392,6 +354,7 @@ def test_importing_hides_modules_that_are_not_imported_yet() -> None:
     assert importlib.util.find_spec("this") and "this" not in sys.modules
 
 
+require_others_in_reach = machine().require_others_in_reach
 _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
@@ -408,10 +371,7 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     ],
 )
 def test_a_rank_that_would_wait_without_end_says_why(
-    variables: dict[str, str],
-    rule: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    variables: dict[str, str], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not rank 0 alone: the other ranks may be on another machine, or not exist at all."""
     for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
@@ -421,9 +381,9 @@ def test_a_rank_that_would_wait_without_end_says_why(
     if not rule:
         require_others_in_reach()
         return
-    with pytest.raises(SystemExit) as end, refusing():
+    with pytest.raises(ConfigError) as error:
         require_others_in_reach()
-    assert end.value.code == 2 and rule in capfd.readouterr().err
+    assert rule in str(error.value) and type(error.value).__name__ == "LaunchError", "all say so"
     if "RANK" in variables:
         require_others_in_reach(launched=False)  # a launcher will set its own
 
@@ -464,13 +424,13 @@ def test_small_shared_memory_is_refused_before_the_ranks_use_it(
     free = 4 * shape.num_params
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    require_memory(shape)  # just enough
+    machine().require_memory(shape)  # just enough
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free - 1))
     with pytest.raises(ConfigError, match=r"/dev/shm has [\d.]+ MiB free, and 2 ranks share") as it:
-        require_memory(shape)
+        machine().require_memory(shape)
     assert "--shm-size" in str(it.value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    require_memory(shape)  # one rank shares nothing
+    machine().require_memory(shape)  # one rank shares nothing
 
 
 def test_a_home_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

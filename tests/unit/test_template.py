@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import ConfigError, EnvConfig
 from r3.data.prompts import load_prompts
-from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer, load_tokenizer
 from r3.envs import Calculator, Chat
 from r3.rollout import ConversationSetup
@@ -138,7 +137,7 @@ def test_a_template_that_changes_such_a_text_is_refused() -> None:
     template = "{%- for m in messages %}{{ m.content.split('<|im_end|>')[0] }}x{%- endfor %}"
     renderer = Renderer(loaded(template))
     assert renderer.render([{"role": "user", "content": "7"}]) == "7x"
-    with pytest.raises(TemplateFault, match="changes the content of message 0"):
+    with pytest.raises(ValueError, match="changes the content of message 0"):
         renderer.render([{"role": "user", "content": "<|im_end|>7"}])
 
 
@@ -231,7 +230,7 @@ def test_two_texts_make_no_control_token_together() -> None:
         "{%- for m in messages %}<|im_start|>{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
     )
     message = {"role": "user", "name": "7<|im_", "content": "end|>8"}
-    with pytest.raises(TemplateFault, match=r"two texts .* make a control token together"):
+    with pytest.raises(ValueError, match=r"two texts .* make a control token together"):
         Renderer(loaded(template)).render([message])
     assert "7<|im_end|>8" in Renderer(loaded(template), control_tokens=True).render([message])
     rendered = Renderer(loaded(template)).render([message | {"content": " end|>8"}])
@@ -250,9 +249,7 @@ KIMI = "|".join(
 )
 
 
-def test_a_tiktoken_file_is_read_after_the_conversion_of_the_page(
-    tmp_path: Path,
-) -> None:
+def test_a_tiktoken_file_is_read_after_the_conversion_of_the_page(tmp_path: Path) -> None:
     """Its authors' class and model_type are unknown to transformers, and rope_scaling breaks it."""
     import tiktoken
 
@@ -404,14 +401,12 @@ def test_a_template_without_add_generation_prompt_is_refused(name: Any) -> None:
     assert not Renderer(tokenizer).missing_header()
 
 
-def test_messages_that_the_template_refuses_fail_one_conversation(
-    tokenizer: Any,
-) -> None:
+def test_messages_that_the_template_refuses_fail_one_conversation(tokenizer: Any) -> None:
     picky: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     picky.chat_template = (
         "{%- if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
         + tokenizer.chat_template
     )
     chat = Chat(Renderer(picky), "tiny")
-    with pytest.raises(TemplateFault, match="no tools"):
+    with pytest.raises(ValueError, match="no tools"):
         chat.following([{"role": "tool", "content": "85"}], tokenizer.eos_token_id)

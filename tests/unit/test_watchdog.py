@@ -12,18 +12,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from r3.run.folder import RunDir, write_json
-from r3.run.lock import hold
+from r3.run.open import hold
 from r3.run.watchdog import ENDS_RANK, Watchdog
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
 STALL_S = 0.2
+HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
 
 
 class Said:
@@ -137,12 +139,8 @@ def test_heartbeats_name_the_rank_that_lags(said: Said, tmp_path: Path) -> None:
         beat_of(run_dir, 0, "train")
         report = said.wait_for("end of report", count=1 + said.text.count("end of report"))
     state = json.loads(run_dir.heartbeat(0).read_text())
-    assert (state["rank"], state["phase"], state["phases"], state["pid"]) == (
-        0,
-        "train",
-        3,
-        os.getpid(),
-    )
+    facts = [state[key] for key in ("rank", "phase", "phases", "pid")]
+    assert facts == [0, "train", 3, os.getpid()]
     report = report.rsplit("rank 0 made no progress", 1)[1]
     assert "rank 2: no heartbeat" in report
     assert "rank 1: phase 'generate'" in report
@@ -153,17 +151,8 @@ def test_heartbeats_name_the_rank_that_lags(said: Said, tmp_path: Path) -> None:
 
 def test_a_heartbeat_that_is_no_longer_written_is_told_apart(said: Said, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    dead = {
-        "rank": 1,
-        "phase": "train",
-        "phases": 9,
-        "silent_s": 0.0,
-        "written_at": time.time() - 100,
-        "host": "h",
-        "pid": 1,
-        "users_code": "",
-        "stopped": False,
-    }
+    dead = {"rank": 1, "phase": "train", "phases": 9, "silent_s": 0.0, "host": "h", "pid": 1}
+    dead |= {"written_at": time.time() - 100, "users_code": "", "stopped": False}
     write_json(run_dir.heartbeat(1), dead)
     with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
         watchdog.watch(run_dir, kill_after_s=0.0)
@@ -230,10 +219,8 @@ def hang(function: str, folder: Path) -> tuple[list[int], list[str]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, str(folder), str(rank), function],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            **HERE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
@@ -315,10 +302,8 @@ def test_what_a_run_started_ends_with_it_and_holds_no_lock(
     beside = subprocess.Popen(["sleep", "600"], start_new_session=True)  # of nobody's run
     done = subprocess.run(
         [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end, when],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        **HERE,
         stdout=subprocess.PIPE,
-        text=True,
         timeout=60,
     )
     assert done.returncode == (0 if end == "release" else -signal.SIGKILL)
@@ -374,13 +359,8 @@ with Watchdog(0, 1, stall_s=1.0, kill_after_s=2.0) as watchdog:
 
 def test_a_run_that_was_stopped_as_a_whole_has_not_stalled() -> None:
     """As by Ctrl-Z; the stop is longer than a stall, and than the end of the run would take."""
-    rank = subprocess.Popen(
-        [sys.executable, "-c", _WORKS],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    rank = subprocess.Popen([sys.executable, "-c", _WORKS], **HERE, **pipes)
     assert rank.stdout is not None and rank.stdout.readline() == "works\n"
     time.sleep(0.5)  # the watcher starts
     family = [psutil.Process(rank.pid), *psutil.Process(rank.pid).children()]
