@@ -6,7 +6,12 @@ import re
 import shutil
 from collections.abc import Callable
 
+import pytest
+
 from r3.runtime.terminal import fitted
+
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 NOTHING = "nothing was raised"
 

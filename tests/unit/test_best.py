@@ -29,6 +29,7 @@ from r3.config import to_yaml, with_values
 from r3.run.due import is_checkpoint_due
 from r3.run.folder import RunDir, write_text
 from r3.run.result import FINISHED, Goal, best_step, says_finished
+from tests.errors import Capsys, Patch
 from tests.run_folder import publish
 from tests.tiny import tiny_config
 from tests.world import ROOT
@@ -107,7 +108,7 @@ def test_links_that_were_copied_as_folders_become_links(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_links_costs_the_links_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     def refuse(number: int) -> Callable[..., None]:
         def symlink(*_: object, **__: object) -> None:
@@ -148,7 +149,7 @@ def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_early_is_finished_unless_more_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     run_dir = RunDir(tmp_path)
     for row in rows(0.3, 0.5, 0.4, 0.4):
@@ -230,7 +231,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_a_finished_run_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so(run: RunDir, capsys: Capsys) -> None:
     assert says_finished(invocation(run))
     said = f"{run.path} is finished: 3 steps. Set a larger --train.steps"
     assert capsys.readouterr().out.startswith(said)
@@ -249,7 +250,7 @@ def test_a_finished_run_says_so(run: RunDir, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_figures_are_those_before_and_after_training(
-    values: dict[int, float], expected: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+    values: dict[int, float], expected: str, run: RunDir, capsys: Capsys
 ) -> None:
     rows = [{"step": step, METRIC: value} for step, value in values.items()]
     write_text(run.metrics, "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tor')
@@ -259,9 +260,7 @@ def test_figures_are_those_before_and_after_training(
     assert expected in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_is_left_to_do_is_not_finished(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_to_do_is_not_finished(run: RunDir, capsys: Capsys) -> None:
     for more in ({"train.steps": 4}, {"train.steps": 2}, {"eval.only": True}):
         assert not says_finished(invocation(run, **more)), more
     assert not says_finished(replace(invocation(run), check=True)), "a check is made all the same"
@@ -272,9 +271,7 @@ def test_what_is_left_to_do_is_not_finished(
     assert capsys.readouterr().out == ""
 
 
-def test_the_check_of_a_launch_ends_the_launch(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_of_a_launch_ends_the_launch(run: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")
     with pytest.raises(SystemExit) as end:
         says_finished(replace(invocation(run), check=True))

@@ -22,7 +22,7 @@ from r3.models.families import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir
 from r3.run.open import open_run
-from tests.errors import too_wide
+from tests.errors import Capsys, Patch, too_wide
 from tests.sweeps import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +31,14 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     """Relative paths, runs/ among them, are the test's own; no torchrun around it."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refusal(capsys: Capsys, *argv: str) -> str:
     """The message that refuses a command line; nothing may be written to disk or stdout."""
     before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(SystemExit) as end:
@@ -49,7 +49,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return output.err
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def printed(capsys: Capsys, *argv: str) -> str:
     """What a command line prints before it ends well."""
     with pytest.raises(SystemExit) as end:
         cli.parse(argv)
@@ -62,7 +62,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 # ---- runs
 
 
-def test_a_preset_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_with_flags(monkeypatch: Patch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "--train.lr 1e-4 --parallel.ep=1 --log.progress false --eval.max-prompts 8"
     invocation = cli.parse(["tiny", *words.split(), "--engine.sleep_level", "1"])
@@ -92,16 +92,14 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
     assert weights("--reward.weights", "", "--train.seed", "1") == ()
 
 
-def test_check_is_a_run_of_any_number_of_ranks_without_warnings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_check_is_a_run_of_any_number_of_ranks_without_warnings(capsys: Capsys) -> None:
     assert not cli.parse(["tiny", "--parallel.ep", "1"]).check
     invocation = cli.parse(["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"])
     assert (invocation.check, invocation.world_size) == (True, 2)
     assert capsys.readouterr() == ("", "")
 
 
-def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_printed_and_do_not_stop_a_run(capsys: Capsys) -> None:
     cli.parse(["tiny", "--parallel.ep", "1", "--train.min_lr", "1e-6"])
     assert (
         capsys.readouterr().err
@@ -109,9 +107,7 @@ def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixtur
     )
 
 
-def test_a_flag_given_twice_is_a_warning_and_the_last_value_counts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_flag_given_twice_is_a_warning_and_the_last_value_counts(capsys: Capsys) -> None:
     argv = ["tiny", "--parallel.ep", "1", "--train.lr", "1e-3", "--train.lr=1e-5"]
     assert cli.parse(argv).config.train.lr == 1e-5
     said = capsys.readouterr().err
@@ -183,7 +179,7 @@ def test_a_run_writes_its_overrides_and_from_knows_what_they_differ_from() -> No
 
 
 def test_notes_about_a_yaml_file_and_flags_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("HERE", str(tmp_path))
     prompt = "data:\n  system_prompt: Put the answer after #### please"
@@ -195,7 +191,7 @@ def test_notes_about_a_yaml_file_and_flags_are_printed(
     assert empty == "warning: eval.path none: read as empty, not as the text 'none'"
 
 
-def test_what_is_wrong_in_a_yaml_file_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_in_a_yaml_file_has_its_line(capsys: Capsys) -> None:
     Path("sub").mkdir()
     Path("sub/below.yaml").write_text(
         "base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n"
@@ -242,18 +238,14 @@ def test_an_environment_replaces_the_one_below(
     assert (env.name, env.path, env.command, env.args) == expected
 
 
-def test_two_environments_of_one_file_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_environments_of_one_file_are_refused(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     env = "{path: mine.py:Mine, name: calculator}"
     (tmp_path / "mine.yaml").write_text(f"base: tiny\nparallel: {{ep: 1}}\nenv: {env}")
     assert "a conversation has one environment" in refusal(capsys, "mine.yaml")
 
 
-def test_a_missing_file_is_named_once_with_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_file_is_named_once_with_its_folder(tmp_path: Path, capsys: Capsys) -> None:
     argv = ["tiny", "--parallel.ep", "1", "--reward.function", "no.py:f"]
     message = refusal(capsys, *argv)
     assert message.count("there is no file no.py") == 1, message
@@ -293,12 +285,7 @@ def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_gives_no_settings_is_refused(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    name: str,
-    content: str,
-    word: str,
-    expected: str,
+    capsys: Capsys, tmp_path: Path, name: str, content: str, word: str, expected: str
 ) -> None:
     (tmp_path / name).write_text(content)
     message = refusal(capsys, word, "--train.steps", "many")
@@ -311,7 +298,7 @@ def test_a_file_that_gives_no_settings_is_refused(
 
 @pytest.mark.parametrize("where", ["flag", "file"])
 def test_a_preset_that_contradicts_a_setting_is_refused_with_a_flag(
-    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: str, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     Path("mine.yaml").write_text("base: tiny\nparallel: {tp: 2}")
@@ -324,9 +311,7 @@ def test_a_preset_that_contradicts_a_setting_is_refused_with_a_flag(
     assert "parallel.ep = 2: etp * ep * pp = 4" in message
 
 
-def test_a_default_that_ends_a_contradiction_is_the_flag_to_add(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_default_that_ends_a_contradiction_is_the_flag_to_add(capsys: Capsys) -> None:
     message = refusal(capsys, "tiny", *ONE, "--eval.path", "", "--checkpoint.keep_best", "eval/a/b")
     assert "or add --checkpoint" not in message, "the user's own setting"
     Path("mine.py").write_text(
@@ -337,9 +322,7 @@ def test_a_default_that_ends_a_contradiction_is_the_flag_to_add(
     assert "(set by mine.py:f)" in message and "; or add --checkpoint.keep_best ''" in message
 
 
-def test_an_objective_brings_its_settings_and_refuses_others(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_objective_brings_its_settings_and_refuses_others(capsys: Capsys) -> None:
     learned = ("--train.objective", "sft", "--eval.path", "", "--parallel.ep", "1")
     invocation = cli.parse(["tiny", *learned])
     assert (invocation.config.rollout.group_size, invocation.config.algo.loss) == (1, "pg")
@@ -378,7 +361,7 @@ def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     run = started_run(tmp_path / "old")
     (run / "overrides.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {steps: 50}\n")
@@ -389,7 +372,7 @@ def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
 
 
 def test_a_resumed_run_may_not_change_what_is_learnt(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: Capsys, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")
     run = started_run(tmp_path / "old")
@@ -412,14 +395,14 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
     assert message.endswith(f"add --model.path {run}/hf/step_000010\n")
 
 
-def test_ctrl_c_before_the_run_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_the_run_ends_with_one_line(capsys: Capsys) -> None:
     with pytest.raises(SystemExit) as end, cli.interruptible():
         raise KeyboardInterrupt
     assert end.value.code == 130
     assert capsys.readouterr().err == "\ninterrupted before the first step\n"
 
 
-def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_folder_resumes_under_a_preset_too(capsys: Capsys) -> None:
     started_run(Path("runs/tiny"))
     assert cli.parse(["tiny", "--parallel.ep", "1"]).config.log.dir == "runs/tiny"
     assert cli.parse(["tiny", *ONE, "--train.steps", "50"]).config.log.dir == "runs/tiny"
@@ -428,9 +411,7 @@ def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixtur
     assert "train.seed = 1 (that run: 0)" in refusal(capsys, *words)
 
 
-def test_other_settings_get_the_next_free_folder_and_find_it_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_settings_get_the_next_free_folder_and_find_it_again(capsys: Capsys) -> None:
     started_run(Path("runs/tiny"))
     words = ["tiny", *ONE, "--train.seed", "1"]
     assert cli.parse(words).config.log.dir == "runs/tiny-2"
@@ -457,25 +438,21 @@ def test_other_settings_get_the_next_free_folder_and_find_it_again(
         ["--checkpoint.allow_changed", "data"],  # is for a resume
     ],
 )
-def test_no_other_folder_is_taken_where_one_is_meant(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_other_folder_is_taken_where_one_is_meant(words: list[str], capsys: Capsys) -> None:
     started_run(Path("runs/tiny"))
     message = refusal(capsys, "tiny", *ONE, "--train.seed", "1", *words)
     assert "log.dir = 'runs/tiny': has a run with other settings" in message
     assert "--log.dir runs/tiny-2" in message
 
 
-def test_r3_log_dir_is_a_folder_that_is_meant(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_r3_log_dir_is_a_folder_that_is_meant(capsys: Capsys, monkeypatch: Patch) -> None:
     started_run(Path("runs/job"))
     monkeypatch.setenv("R3_LOG_DIR", "runs/job")
     assert "runs/job" in refusal(capsys, "tiny", *ONE, "--train.seed", "1")
 
 
 def test_a_check_notes_another_run_and_a_launch_refuses_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capsys, monkeypatch: Patch
 ) -> None:
     started_run(Path("runs/tiny"))
     words = ["tiny", "--check", "--train.seed", "1", "--log.dir", "runs/tiny"]
@@ -487,9 +464,7 @@ def test_a_check_notes_another_run_and_a_launch_refuses_it(
     assert capsys.readouterr().out == "", "the ranks say where the run is"
 
 
-def test_a_run_whose_settings_cannot_be_read_is_not_left_aside(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_whose_settings_cannot_be_read_is_not_left_aside(capsys: Capsys) -> None:
     (started_run(Path("runs/tiny")) / "config.yaml").unlink()
     assert "no config.yaml to compare with" in refusal(capsys, "tiny", *ONE, "--train.seed", "1")
 
@@ -500,9 +475,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
     assert cli.parse(["tiny", "--parallel.ep", "1", "--train.seed", "1"]).config.train.seed == 1
 
 
-def test_a_run_whose_config_is_damaged_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_whose_config_is_damaged_is_refused(capsys: Capsys, tmp_path: Path) -> None:
     run = started_run(tmp_path / "old")
     (run / "config.yaml").write_text("train: {stepz: 3, lr: high}")
     message = refusal(capsys, "--from", str(run))
@@ -541,18 +514,14 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["qwen3-0.6b"], "Fix: write hub:Qwen/Qwen3-0.6B for a model of the hub"),
     ],
 )
-def test_one_message_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
-) -> None:
+def test_one_message_and_exit_code_2(capsys: Capsys, argv: list[str], expected: str) -> None:
     message = refusal(capsys, *argv)
     assert expected in message
     assert message.startswith("config: ") and message.count("config: ") == 1
     assert all(line.startswith("  - ") and ". Fix: " in line for line in message.splitlines()[1:])
 
 
-def test_everything_wrong_is_said_at_once(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_everything_wrong_is_said_at_once(capsys: Capsys, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"\n' * 10)
     words = "--train.lrr 3 --train.steps x --rollout.group_size 1 --parallel.ep 3"
@@ -564,9 +533,7 @@ def test_everything_wrong_is_said_at_once(
     assert "data.path = 'rows.jsonl:2': is not JSON" in message  # a row
 
 
-def test_under_torchrun_the_first_rank_speaks_for_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_torchrun_the_first_rank_speaks_for_all(capsys: Capsys, monkeypatch: Patch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -588,11 +555,11 @@ def test_under_torchrun_the_first_rank_speaks_for_all(
 # ---- help and dry runs
 
 
-def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_show_the_help_and_are_a_mistake(capsys: Capsys) -> None:
     assert refusal(capsys) == printed(capsys, "--help")
 
 
-def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_presets_and_sections(capsys: Capsys) -> None:
     text = printed(capsys, "--help")
     for preset, build in PRESETS.items():
         assert build.__doc__ and f"{preset}  " in text
@@ -602,7 +569,7 @@ def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert "--from RUN_DIR" in text and "--dry-run" in text
 
 
-def test_help_has_what_presets_use_and_all_has_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_what_presets_use_and_all_has_the_rest(capsys: Capsys) -> None:
     text = printed(capsys, "tiny", "--help")
     listed = [name for name in SETTINGS if f"--{name}" in text.split()]
     assert f"{len(SETTINGS) - len(listed)} more: --help all" in text
@@ -612,7 +579,7 @@ def test_help_has_what_presets_use_and_all_has_the_rest(capsys: pytest.CaptureFi
     assert [name for name in SETTINGS if f"--{name}" not in text.split()] == []
 
 
-def test_help_of_a_section_has_its_settings_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_section_has_its_settings_only(capsys: Capsys) -> None:
     text = printed(capsys, "tiny", "--help", "checkpoint", "log")
     shown = {name for name in SETTINGS if f"--{name}" in text.split()}
     assert shown == {name for name in SETTINGS if name.startswith(("checkpoint.", "log."))}
@@ -629,10 +596,7 @@ def test_help_of_a_section_has_its_settings_only(capsys: pytest.CaptureFixture[s
     "argv", [["--help"], ["tiny", "--help", "all"], ["--help", "columns"]], ids=" ".join
 )
 def test_help_fits_the_terminal(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    argv: list[str],
-    columns: int,
+    capsys: Capsys, monkeypatch: Patch, argv: list[str], columns: int
 ) -> None:
     """No line is wider than the terminal, and no sentence is broken before the line is full."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -657,9 +621,7 @@ RANKS_OF_PRESETS |= {"glm-4.5-air": 32, "kimi-k2": 256, "qwen3-0.6b": 1}
         kept=("tiny", "tiny-smoke", "tiny-tools", "qwen3-moe-30b-a3b", "gpt-oss-20b"),
     ),
 )
-def test_every_preset_dry_runs_where_nothing_is_downloaded(
-    capsys: pytest.CaptureFixture[str], preset: str
-) -> None:
+def test_every_preset_dry_runs_where_nothing_is_downloaded(capsys: Capsys, preset: str) -> None:
     world_size = RANKS_OF_PRESETS[preset]
     text = printed(capsys, preset, "--dry-run")
     assert text.startswith(f"{preset}: dry run on {world_size} rank")
@@ -704,20 +666,18 @@ def test_presets_have_the_published_sizes(preset: str, path: str, published: flo
         kept=("qwen3.5-35b-a3b", "gpt-oss-20b"),
     ),
 )
-def test_presets_for_gpus_of_80_gb_fit_them(
-    capsys: pytest.CaptureFixture[str], preset: str
-) -> None:
+def test_presets_for_gpus_of_80_gb_fit_them(capsys: Capsys, preset: str) -> None:
     assert "\nverdict\n  fits: " in printed(capsys, preset, "--dry-run", "--device-gib", "80")
 
 
-def test_the_list_of_model_families_needs_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_model_families_needs_no_preset(capsys: Capsys) -> None:
     text = printed(capsys, "--models")
     for name, family in FAMILIES.items():
         assert name in text and family.models.split(",")[0] in text
     assert all(proof in text for proof in PROOFS)
 
 
-def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_changed_settings_and_warnings(capsys: Capsys) -> None:
     text = printed(
         capsys, "tiny", "--dry-run", "--rollout.group_size", "4", "--train.min_lr", "1e-6"
     )
@@ -725,17 +685,13 @@ def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFix
     assert "warning: train.min_lr = 1e-06 has no effect" in text
 
 
-def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(capsys: Capsys) -> None:
     started_run(Path("runs/tiny"))
     message = refusal(capsys, "tiny", "--parallel.ep", "1", "--rollout.group_size", "0")
     assert "config: 1 problem\n" in message and "has a run with" not in message
 
 
-def test_a_dry_run_excuses_only_what_the_preset_itself_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_excuses_only_what_the_preset_itself_names(capsys: Capsys) -> None:
     message = refusal(capsys, "qwen3-0.6b", "--dry-run", "--data.path", "mine.jsonl")
     assert "data.path = 'mine.jsonl': there is no such file" in message
     assert "model.path" in refusal(capsys, "tiny", "--dry-run", "--model.path", "Qwen/Qwen3-0.6B")
@@ -743,9 +699,7 @@ def test_a_dry_run_excuses_only_what_the_preset_itself_names(
     assert "config: 4 problems" in message  # what is missing is said beside what is wrong
 
 
-def test_a_dry_run_plans_from_config_json_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_plans_from_config_json_alone(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "config.json").write_bytes((TINY_MOE / "config.json").read_bytes())
     whole, alone = (["--model.path", str(path)] for path in (TINY_MOE, tmp_path))
     plans = []
@@ -763,7 +717,7 @@ def test_a_dry_run_plans_from_config_json_alone(
     assert "no *.safetensors files" in refusal(capsys, "tiny", *alone)
 
 
-def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reads_the_data_that_is_there(capsys: Capsys) -> None:
     for part, source in (("train", WORD_PROBLEMS_TRAIN), ("test", WORD_PROBLEMS_EVAL)):
         path = Path(f"data/gsm8k/{part}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -772,9 +726,7 @@ def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[st
     assert "model.path = 'Qwen/Qwen3-0.6B'" in text and "data.path = " not in text
 
 
-def test_a_device_gives_the_verdict_and_a_search_gives_flags(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_device_gives_the_verdict_and_a_search_gives_flags(capsys: Capsys) -> None:
     big = "qwen3-moe-30b-a3b"
     text = printed(capsys, big, "--dry-run", "--world-size", "16", "--device-gib", "80")
     verdict = text.split("\nverdict\n")[1]
@@ -796,7 +748,7 @@ SIZES = SIZE.findall((ROOT / "docs/clusters.md").read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize(("preset", "devices", "flags"), SIZES)
 def test_sizes_in_the_pages_are_what_the_plan_finds(
-    preset: str, devices: str, flags: str, capsys: pytest.CaptureFixture[str]
+    preset: str, devices: str, flags: str, capsys: Capsys
 ) -> None:
     assert f"\n1. {flags}\n" in printed(capsys, preset, "--plan-for", devices)
 
@@ -814,9 +766,7 @@ def test_sizes_in_the_pages_are_what_the_plan_finds(
         (["--check", "--device-gib", "0.01"], "device memory = '0.0 GiB': "),
     ],
 )
-def test_mistakes_about_devices_are_refused(
-    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
+def test_mistakes_about_devices_are_refused(capsys: Capsys, argv: list[str], said: str) -> None:
     assert said in refusal(capsys, "tiny", *argv)
 
 

@@ -208,13 +208,10 @@ def test_check_says_what_rows_hold_and_what_is_learned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "parser", "note"),
     [
-        ("qwen2_5", "", ""),
-        ("qwen3", "hermes", ""),
-        ("qwen3_5", "qwen3_coder", ""),
+        *(("qwen2_5", "", ""), ("qwen3", "hermes", ""), ("qwen3_5", "qwen3_coder", "")),
         ("qwen3_5", "", "the parser reads no call: set env.tool_parser"),
         ("llama3_1", "", "the parser reads no call"),
-        ("glm4", "glm45", ""),
-        ("smollm2", "", "cannot show a call of 'weather'"),
+        *(("glm4", "glm45", ""), ("smollm2", "", "cannot show a call of 'weather'")),
     ],
 )
 def test_check_says_if_the_parser_does_not_read_the_calls_of_the_template(

@@ -73,6 +73,6 @@ def test_a_graded_function_without_a_right_response_is_named() -> None:
 
 
 def test_a_k_beyond_the_samples_of_a_set_is_left_to_the_other_sets() -> None:
-    for given in ((2, 4), (2,)):
-        metrics = accuracy_metrics("a", [1.0] * 4, 2, given)
+    for given in ([(2, 4)], []):
+        metrics = accuracy_metrics("a", [1.0] * 4, 2, *given)
         assert metrics.keys() == {f"eval/a/{key}" for key in ("accuracy", "avg_at_2", "pass_at_2")}

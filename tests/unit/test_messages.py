@@ -76,13 +76,9 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
 
 
 WRONG_KINDS: list[tuple[str, list[object]]] = [
-    ("rope_parameters", ["x", [1]]),
-    ("rms_norm_eps", ["small", True]),
-    ("layer_types", [5]),
-    ("mlp_only_layers", [3, ["0"]]),
-    ("architectures", [[["a"]], {"a": 1}]),
-    ("tie_word_embeddings", ["yes"]),
-    ("eos_token_id", ["</s>", [1.5]]),
+    *(("rope_parameters", ["x", [1]]), ("rms_norm_eps", ["small", True]), ("layer_types", [5])),
+    *(("mlp_only_layers", [3, ["0"]]), ("architectures", [[["a"]], {"a": 1}])),
+    *(("tie_word_embeddings", ["yes"]), ("eos_token_id", ["</s>", [1.5]])),
 ]
 
 
@@ -162,12 +158,9 @@ def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "url",
     [
-        "https://me:secret@host/v1",
-        "https://secret@host:8000/v1",
-        "https://host/v1?key=secret",
+        *("https://me:secret@host/v1", "https://secret@host:8000/v1", "https://host/v1?key=secret"),
         "https://host/v1?api-version=1&key=secret",
-        "https://me:secret@host:99999/v1",
-        "http://me:secret@[::1/v1",
+        *("https://me:secret@host:99999/v1", "http://me:secret@[::1/v1"),
     ],
 )
 def test_secret_in_an_address_is_refused_and_never_printed(url: str) -> None:
@@ -194,13 +187,10 @@ def small_task(model: Path, **sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ('{{ 1 + "a" }}', "TypeError"),
-        ("{{ range(10 ** 9) }}", "OverflowError"),
-        ('{% include "x" %}', "no loader"),
+        *(("{{ 1 / 0 }}", "ZeroDivisionError"), ('{{ 1 + "a" }}', "TypeError")),
+        *(("{{ range(10 ** 9) }}", "OverflowError"), ('{% include "x" %}', "no loader")),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ messages[7].role }}", "has no element 7"),
-        ("{% for", "unexpected"),
+        *(("{{ messages[7].role }}", "has no element 7"), ("{% for", "unexpected")),
     ],
 )
 def test_a_template_that_fails_is_one_message(template: str, text: str, model: Path) -> None:
@@ -425,11 +415,9 @@ def test_a_settings_file_that_explodes_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ("rollout", {"temperature": 1e30}),
-        ("rollout", {"temperature": 1e-3}),
+        *(("rollout", {"temperature": 1e30}), ("rollout", {"temperature": 1e-3})),
         ("eval", {"temperature": (1e-8,)}),
-        ("engine", {"max_num_seqs": 10**9}),
-        ("engine", {"kv_cache_gib": 1e6}),
+        *(("engine", {"max_num_seqs": 10**9}), ("engine", {"kv_cache_gib": 1e6})),
     ],
 )
 def test_a_value_that_the_engine_cannot_use_is_refused(

@@ -35,6 +35,7 @@ from r3.config import (
     with_values,
 )
 from r3.configs import PRESETS
+from tests.errors import Patch
 from tests.settings import TINY
 
 pytestmark = pytest.mark.unit
@@ -130,9 +131,7 @@ def test_none_is_the_empty_text_unless_it_is_a_value(none: object) -> None:
         parse_value("data.path", ["a.jsonl", None])
 
 
-def test_paths_have_home_and_variables_filled_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_have_home_and_variables_filled_in(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/big/data")
@@ -170,7 +169,7 @@ def test_texts_that_look_like_values_are_written_in_quotes(text: str) -> None:
     ],
 )
 def test_a_list_field_takes_lists_one_value_and_nothing(
-    kind: Any, value: object, expected: object, monkeypatch: pytest.MonkeyPatch
+    kind: Any, value: object, expected: object, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(SETTINGS, "train.lr", replace(SETTINGS["train.lr"], kind=kind))
     parsed = parse_value("train.lr", value)
@@ -180,9 +179,7 @@ def test_a_list_field_takes_lists_one_value_and_nothing(
 
 
 @pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
-def test_a_list_of_the_wrong_things_is_refused(
-    value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_the_wrong_things_is_refused(value: object, monkeypatch: Patch) -> None:
     floats = replace(SETTINGS["train.lr"], kind=tuple[float, ...])
     monkeypatch.setitem(SETTINGS, "train.lr", floats)
     with pytest.raises(ValueError, match="must be a number"):
@@ -224,13 +221,9 @@ def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("train.lr", "1e-4", 1e-4),
-        ("train.steps", "7", 7),
-        ("log.progress", "false", False),
-        ("engine.sleep_level", "2", 2),
-        ("replay.mode", "r2", "r2"),
-        ("data.path", "", ()),
-        ("data.system_prompt", "", ""),
+        *(("train.lr", "1e-4", 1e-4), ("train.steps", "7", 7), ("log.progress", "false", False)),
+        *(("engine.sleep_level", "2", 2), ("replay.mode", "r2", "r2")),
+        *(("data.path", "", ()), ("data.system_prompt", "", "")),
     ],
 )
 def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: object) -> None:
@@ -241,11 +234,8 @@ def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: obj
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("train.steps", "1.5"),
-        ("train.steps", True),
-        ("train.lr", None),
-        ("replay.mode", "r4"),
-        ("log.progress", "maybe"),
+        *(("train.steps", "1.5"), ("train.steps", True), ("train.lr", None)),
+        *(("replay.mode", "r4"), ("log.progress", "maybe")),
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
@@ -256,24 +246,10 @@ def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("true", True),
-        ("True", True),
-        ("False", False),
-        ("None", None),
-        ("null", None),
-        ("3", 3),
-        ("+3", 3),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("1e-4", 1e-4),
-        ("[1, 'a']", [1, "a"]),
-        ("{'a': True}", {"a": True}),
-        ('"True"', "True"),
-        ("007", "007"),
-        ("1_0", "1_0"),
-        ("none of these", "none of these"),
-        ("{question}", "{question}"),
-        ("", ""),
+        *(("true", True), ("True", True), ("False", False), ("None", None), ("null", None)),
+        *(("3", 3), ("+3", 3), (".5", 0.5), ("1.", 1.0), ("1e-4", 1e-4), ("[1, 'a']", [1, "a"])),
+        *(("{'a': True}", {"a": True}), ('"True"', "True"), ("007", "007"), ("1_0", "1_0")),
+        *(("none of these", "none of these"), ("{question}", "{question}"), ("", "")),
     ],
 )
 def test_an_argument_is_read_as_json_or_python(text: str, value: object) -> None:

@@ -354,13 +354,8 @@ def test_what_changed_is_read_again_with_equal_size_and_time(card: str, tmp_path
 @pytest.mark.parametrize(
     ("part", "levels"),
     [
-        ("[:2]", [0, 1]),
-        ("[8:]", [8, 9]),
-        ("[-1:]", [9]),
-        ("[2:4]", [2, 3]),
-        ("[50%:]", [5, 6, 7, 8, 9]),
-        ("[:10%]", [0]),
-        ("[:]", list(range(10))),
+        *(("[:2]", [0, 1]), ("[8:]", [8, 9]), ("[-1:]", [9]), ("[2:4]", [2, 3])),
+        *(("[50%:]", [5, 6, 7, 8, 9]), ("[:10%]", [0]), ("[:]", list(range(10)))),
     ],
 )
 def test_a_slice_of_a_source_keeps_lines_and_order(
