@@ -75,11 +75,10 @@ def serving(hub: Hub) -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def do_HEAD(self) -> None:
-            self.answer()
-
         def do_GET(self) -> None:
             self.answer()
+
+        do_HEAD = do_GET
 
         def answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
@@ -102,38 +101,26 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
         def listing(self, api: re.Match[str], folder: Path) -> None:
             names = [(str(file.relative_to(folder)), file) for file in _files(folder)]
-            sizes = [
-                (name, hub.claimed.get(name, file.stat().st_size), _oid(file))
-                for name, file in names
-            ]
+            sizes = [(n, hub.claimed.get(n, file.stat().st_size), _oid(file)) for n, file in names]
             content: object = [
-                {"type": "file", "path": name, "size": size, "oid": oid}
-                for name, size, oid in sizes
+                {"type": "file", "path": n, "size": size, "oid": oid} for n, size, oid in sizes
             ]
             if api[2] == "revision":
                 files = [{"rfilename": n, "size": size, "blobId": oid} for n, size, oid in sizes]
                 content = {"id": api[1], "sha": sha_of(folder), "siblings": files}
             body = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+            self.begin(200, len(body), {"Content-Type": "application/json"})
             self.wfile.write(body)
 
         def file(self, folder: Path, name: str) -> None:
             content = (folder / name).read_bytes()
             wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
             start = int(wanted[1]) if wanted else 0
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", f'"{_oid(folder / name)}"')
-            self.send_header("X-Repo-Commit", sha_of(folder))
-            self.send_header("Accept-Ranges", "bytes")
+            more = {"ETag": f'"{_oid(folder / name)}"', "X-Repo-Commit": sha_of(folder)}
             if start:
-                self.send_header(
-                    "Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}"
-                )
-            self.send_header("Content-Length", str(len(content) - start))
-            self.end_headers()
+                more["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            more["Accept-Ranges"] = "bytes"
+            self.begin(206 if start else 200, len(content) - start, more)
             if self.command == "HEAD":
                 return
             limit = hub.stalls.pop(name, 0)
@@ -147,10 +134,12 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self.close_connection = True
 
         def fail(self, status: int, code: str) -> None:
+            self.begin(status, 0, {"X-Error-Code": code, "X-Error-Message": code})
+
+        def begin(self, status: int, length: int, headers: dict[str, str]) -> None:
             self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("X-Error-Message", code)
-            self.send_header("Content-Length", "0")
+            for name, value in {**headers, "Content-Length": str(length)}.items():
+                self.send_header(name, value)
             self.end_headers()
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

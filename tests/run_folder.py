@@ -85,27 +85,16 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
             "time/train_s": 0.5,
         }
         if step:
-            row |= {
-                "reward/mean": 0.25 + 0.1 * step,
-                "mismatch/k3": 10.0**-step,
-                "policy/entropy": 1.0 / step,
-                "env/tool_calls": 0.5 * step,
-            }
+            row |= {"reward/mean": 0.25 + 0.1 * step, "mismatch/k3": 10.0**-step}
+            row |= {"policy/entropy": 1.0 / step, "env/tool_calls": 0.5 * step}
             row |= {"memory/peak_gib": 1.5, "memory/train_gib": 1.5, "memory/generate_gib": 1.0}
         if step and replay == "r3":
-            row |= {
-                "routing/rows_expected": 150,
-                "routing/rows_captured": 150,
-                "routing/rows_replayed": 150,
-            }
-            row |= {
-                "routing/rows_last_token": 12,
-                "routing/rows_live": 12,
-                "routing/agreement": 0.99,
-            }
+            row |= {f"routing/rows_{key}": 150 for key in ("expected", "captured", "replayed")}
+            row |= {"routing/rows_last_token": 12, "routing/rows_live": 12}
             row |= {"mismatch/k3_replay": 10.0**-step, "mismatch/k3_live": 2.0 * 10.0**-step}
             row |= {f"routing/load_max_layer/{layer}": 1.5 + layer for layer in range(LAYERS)}
             row |= {f"routing/agreement_layer/{layer}": 1 - 0.01 * layer for layer in range(LAYERS)}
+            row["routing/agreement"] = 0.99
         if step in (0, steps):
             row["eval/heldout/accuracy"] = 0.25 + 0.2 * step
         run_dir.append_metrics(row)
@@ -113,40 +102,27 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
         rollout(group, index, text=text) for group in range(GROUPS) for index in range(SAMPLES)
     ]
     rewards = [float(each.sample_index == SAMPLES - 1) for each in rollouts]
-    advantages = [1.5 if reward else -0.5 for reward in rewards]
-    for step in (1, steps):
-        scored = [
-            TrainedSample(
-                rollout=one,
-                reward=reward,
-                shaped_reward=reward,
-                advantage=advantage,
-                parts={"gsm8k": reward},
-            )
-            for one, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
-        ]
-        write_rollouts(run_dir, step, scored, prompts())
-    for step in (0, steps):
-        write_eval(
-            run_dir,
-            step,
-            "heldout",
-            [
-                {
-                    "place": place,
-                    "prompt_id": f"eval.jsonl:{place + 1}",
-                    "sample": 0,
-                    "response": f"#### {place}",
-                    "reference": "#### 1",
-                    "messages": [{"role": "assistant", "content": f"#### {place}"}],
-                    "reward": float(place == 1),
-                    "rewards": {"gsm8k": float(place == 1)},
-                    "finish_reason": "stop",
-                    "response_tokens": 4,
-                }
-                for place in range(3)
-            ],
+    scored = [
+        TrainedSample(
+            rollout=one,
+            reward=reward,
+            shaped_reward=reward,
+            advantage=1.5 if reward else -0.5,
+            parts={"gsm8k": reward},
         )
+        for one, reward in zip(rollouts, rewards, strict=True)
+    ]
+    for step in (1, steps):
+        write_rollouts(run_dir, step, scored, prompts())
+    evaluated = [
+        {"place": n, "prompt_id": f"eval.jsonl:{n + 1}", "sample": 0, "response": f"#### {n}"}
+        | {"reference": "#### 1", "messages": [{"role": "assistant", "content": f"#### {n}"}]}
+        | {"reward": float(n == 1), "rewards": {"gsm8k": float(n == 1)}}
+        | {"finish_reason": "stop", "response_tokens": 4}
+        for n in range(3)
+    ]
+    for step in (0, steps):
+        write_eval(run_dir, step, "heldout", evaluated)
     return path
 
 

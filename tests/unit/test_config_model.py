@@ -27,6 +27,12 @@ INDEX = "model.safetensors.index.json"
 HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model."""
+    return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
+
+
 def rename(name: str, other: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).rename(folder / other)
 
@@ -77,10 +83,8 @@ def weight_map(*names: str, file: str = "model-00001-of-00002.safetensors") -> b
     ],
 )
 def test_a_broken_checkpoint_is_refused(
-    tmp_path: Path, spoil: Callable[[Path], object], rule: str
+    folder: Path, spoil: Callable[[Path], object], rule: str
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
     spoil(folder)
     problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
     assert [problem.field for problem in problems] == ["model.path"]
@@ -131,10 +135,8 @@ def index_of_another(folder: Path) -> None:
     ],
 )
 def test_files_that_are_no_whole_model_are_named(
-    tmp_path: Path, make: Callable[[Path], object], rule: str
+    folder: Path, make: Callable[[Path], object], rule: str
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
     make(folder)
     with pytest.raises(ShapeError, match=re.escape(rule)):
         checkpoint_tensors(folder)
@@ -143,9 +145,7 @@ def test_files_that_are_no_whole_model_are_named(
 
 
 @pytest.mark.parametrize("has_index", [False, True])
-def test_weights_of_others_beside_the_model_are_left_out(tmp_path: Path, has_index: bool) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
+def test_weights_of_others_beside_the_model_are_left_out(folder: Path, has_index: bool) -> None:
     whole = folder / "model.safetensors"
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         shutil.copy(whole, folder / name)
@@ -171,9 +171,7 @@ def test_an_output_head_of_its_own_in_a_tied_model_is_refused(tmp_path: Path) ->
     assert "tie_word_embeddings is true and lm_head.weight differs" in fault
 
 
-def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
+def test_a_chat_template_may_stand_in_the_tokenizer_config(folder: Path) -> None:
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {

@@ -16,7 +16,6 @@ from r3.config import (
     Around,
     Config,
     ConfigError,
-    ParallelConfig,
     Problem,
     Setting,
     argument_value,
@@ -277,19 +276,8 @@ def test_an_argument_without_meaning_is_refused(name: str, items: list[str], rul
     assert SETTINGS[name].problem(('n="nan"',)) is None
 
 
-MAPPING = {
-    "limit": 3,
-    "scale": 0.5,
-    "loud": True,
-    "nothing": None,
-    "word": "a b",
-    "digits": "07",
-    "number": "7",
-    "yes": "true",
-    "list": [1, "a"],
-    "deep": {"a": [None]},
-    "empty": "",
-}
+MAPPING = {"limit": 3, "scale": 0.5, "loud": True, "nothing": None, "word": "a b", "digits": "07"}
+MAPPING |= {"number": "7", "yes": "true", "list": [1, "a"], "deep": {"a": [None]}, "empty": ""}
 
 
 @pytest.mark.parametrize(
@@ -317,26 +305,13 @@ def test_lengths_leave_room_for_the_response() -> None:
     assert with_values(config, {"engine.max_model_len": 300}).longest_prompt(512) == 200
 
 
-def test_smallest_world() -> None:
-    assert ParallelConfig().smallest_world == 1
-    assert ParallelConfig(ep=8).smallest_world == 8
-    assert ParallelConfig(tp=2, etp=1, ep=4, pp=2).smallest_world == 8
-
-
 # ---- resume
 
 
 def test_resuming_may_not_change_what_is_learnt() -> None:
-    changes = {
-        "model.path": "elsewhere",
-        "data.path": "other.jsonl",
-        "rollout.prompts_per_step": 32,
-        "rollout.group_size": 4,
-        "algo.clip_high": 0.3,
-        "train.seed": 1,
-        "train.lr": 1e-5,
-        "replay.mode": "off",
-    }
+    changes: dict[str, Any] = {"model.path": "elsewhere", "data.path": "other.jsonl"}
+    changes |= {"rollout.prompts_per_step": 32, "rollout.group_size": 4, "algo.clip_high": 0.3}
+    changes |= {"train.seed": 1, "train.lr": 1e-5, "replay.mode": "off"}
     found = fixed_changes(TINY, with_values(TINY, changes))
     assert {name: now for name, (now, _) in found.items()} == changes
     assert "train.lr = 1e-05 (that run: 0.0002)\n" in str(other_run("runs/a", found))
@@ -345,17 +320,9 @@ def test_resuming_may_not_change_what_is_learnt() -> None:
 
 
 def test_resuming_may_change_length_layout_logging_and_memory() -> None:
-    changes = {
-        "train.steps": 99,
-        "train.micro_batch_tokens": 2048,
-        "parallel.ep": 1,
-        "engine.kv_cache_gib": 0.5,
-        "eval.every": 2,
-        "checkpoint.every": 3,
-        "log.dir": "elsewhere",
-        "debug.prove_sync_every": 1,
-        "model.recompute": "full",
-    }
+    changes: dict[str, Any] = {"train.steps": 99, "train.micro_batch_tokens": 2048}
+    changes |= {"parallel.ep": 1, "engine.kv_cache_gib": 0.5, "eval.every": 2, "log.dir": "b"}
+    changes |= {"checkpoint.every": 3, "debug.prove_sync_every": 1, "model.recompute": "full"}
     assert fixed_changes(TINY, with_values(TINY, changes)) == {}
 
 
@@ -448,10 +415,8 @@ def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
     """Resume behaviour, rule, fix and help are read from the annotation, and from nowhere else."""
     setting = SETTINGS["train.steps"]
     assert setting.problem(1) is None
-    assert (
-        str(setting.problem(0))
-        == "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
-    )
+    said = "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
+    assert str(setting.problem(0)) == said
     assert (setting.type_in_words, setting.rule) == ("integer", "must be at least 1")
     assert setting.resume_in_words == "yes, unless train.lr_schedule decays"
     assert help_of(setting.name).startswith("Number of steps.")

@@ -143,24 +143,21 @@ def test_a_source_that_cannot_be_read_is_named(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     Path("text.parquet").write_text("no parquet")
     row = json.dumps(ROWS[0])
-    for name, content in {
-        "clone/README.md": "---\nconfigs:\n- config_name: a\n---\n",
+    files = {"clone/README.md": "---\nconfigs:\n- config_name: a\n---\n", "rows.xlsx": ""}
+    files |= {
         "clone/rows.jsonl": '{"question": ',
-        "rows.xlsx": "",
         "cut.jsonl.gz": "no gzip",
+        "cut.json": f"[{row},",
+    }
+    files |= {
         "short.csv": "question,answer\n1+1?,2\n1+2?\n",
         "twice.csv": "question,question\n1,2\n",
-        "cut.json": f"[{row},",
-        "two.json": '[{"question": "1?", "answer": "1", "answer": "2"}]',
-        "mixed/train.jsonl": row,
-        "mixed/algebra.jsonl": row,
-        "mixed/geometry.jsonl": row,
-        "both/data/train-00000-of-00001.jsonl": row,
-        "both/data/test-00000-of-00001.jsonl": row,
-        "foreign/rows.jsonl": row,
-        "foreign/model.arrow": "",
-        "no-data/README.md": "",
-    }.items():
+    }
+    files |= {"two.json": '[{"question": "1?", "answer": "1", "answer": "2"}]'}
+    files |= {f"mixed/{name}.jsonl": row for name in ("train", "algebra", "geometry")}
+    files |= {f"both/data/{name}-00000-of-00001.jsonl": row for name in ("train", "test")}
+    files |= {"foreign/rows.jsonl": row, "foreign/model.arrow": "", "no-data/README.md": ""}
+    for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True, parents=True)
         Path(name).write_text(content)
     saved(Path(), ROWS)

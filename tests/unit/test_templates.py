@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,9 @@ from tests.templates import COLUMNS, TEMPLATES, tokenizer_of
 
 pytestmark = pytest.mark.unit
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
+ONE_NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = {"name": "add", "description": "Adds.", "parameters": ONE_NUMBER}
+TOOL = {"type": "function", "function": ADD}
 ARGUMENTS = {"a": 3, "note": 'it is "so"'}
 ASKED = {"role": "user", "content": "Tom has 3 books."}
 ANSWER = {"role": "assistant", "content": "#### 3"}
@@ -41,11 +35,8 @@ tokenizers = lru_cache(tokenizer_of)
 
 def call(name: str, arguments: Any = ARGUMENTS) -> dict[str, Any]:
     function = {"name": "add", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": TEMPLATES[name].call_id, "type": "function", "function": function}],
-    }
+    one = {"id": TEMPLATES[name].call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [one]}
 
 
 def with_call(name: str, arguments: Any = ARGUMENTS) -> list[dict[str, Any]]:
@@ -153,11 +144,8 @@ def test_a_message_learns_the_token_that_opens_the_next_one(tmp_path: Path) -> N
     learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
     asks = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
     asks += '<arg_key>note</arg_key>\n<arg_value>it is "so"</arg_value>\n</tool_call>'
-    assert learned == [
-        f"{asks}<|observation|>",
-        "\n<think></think>\n#### 3<|user|>",
-        f"{asks}<|observation|>",
-    ]
+    called = f"{asks}<|observation|>"
+    assert learned == [called, "\n<think></think>\n#### 3<|user|>", called]
     assert row.spans[-1][1] == len(row.tokens_T), "what follows is not the model's"
     whole = rendered("glm4", messages, [TOOL])
     assert tokenizer.decode(row.tokens_T) == f"{whole}<|observation|>"
@@ -200,17 +188,6 @@ def test_every_template_ends_turns_and_keeps_given_text_apart(name: str, tmp_pat
     assert control[0] == control[1], "no control token but the template's own"
 
 
-TRIALS: dict[str, Callable[[str, Path], None]] = {
-    "single": try_single,
-    "turns": try_turns,
-    "schemas": try_schemas,
-    "tools": try_tools,
-    "sft": try_sft,
-    "reasoning": try_reasoning,
-    "calls": try_calls,
-}
-
-
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_is_right_or_refused_with_the_cause(
@@ -218,8 +195,8 @@ def test_a_template_is_right_or_refused_with_the_cause(
 ) -> None:
     cause = TEMPLATES[name].refused.get(column)
     if cause is None:
-        TRIALS[column](name, tmp_path)
+        globals()[f"try_{column}"](name, tmp_path)
         return
     with pytest.raises((ConfigError, DataError)) as caught:
-        TRIALS[column](name, tmp_path)
+        globals()[f"try_{column}"](name, tmp_path)
     assert cause in str(caught.value)
