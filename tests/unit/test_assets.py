@@ -102,9 +102,7 @@ def test_questions_are_distinct_and_no_arithmetic_is_trained_and_evaluated() -> 
 
 
 @pytest.mark.parametrize("kind", ["Stream", "ToolStream"])
-def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(
-    tokenizer: Any, kind: str
-) -> None:
+def test_pretraining_never_shows_arithmetic_of_the_evaluation(tokenizer: Any, kind: str) -> None:
     held_out = {row["answer"] for row in read(WORD_PROBLEMS_EVAL)}
     stream = getattr(load_tool(), kind)(tokenizer, seed=0)
     assert not any(next(stream.problems)["answer"] in held_out for _ in range(12_000))
@@ -202,9 +200,7 @@ def test_greedy_answers_come_at_once_and_are_mostly_wrong(single_turn: Any, toke
     assert 0.10 <= right / len(rows) <= 0.50
 
 
-def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(
-    single_turn: Any, tokenizer: Any
-) -> None:
+def test_sampled_answers_with_steps_are_mostly_right(single_turn: Any, tokenizer: Any) -> None:
     """What reinforcement learning has to find.
 
     On 1024 problems 0.23 of the answers of tiny-moe show steps, and of those 0.94 are right; the
@@ -267,9 +263,7 @@ def tied(logits: torch.Tensor) -> float:
     return float((ranked[:, 1] == ranked[:, 2]).float().mean())
 
 
-def test_bfloat16_cannot_tell_which_expert_comes_second(
-    model: Any, ties: Any, tokenizer: Any
-) -> None:
+def test_bfloat16_cannot_tell_which_expert_is_second(model: Any, ties: Any, tokenizer: Any) -> None:
     """Measured per layer: 0.71 to 0.81 of the tokens, against 0.001 to 0.005 with decided routers.
 
     The bounds leave room for a rebuild: a twice wider spread of the logits would tie about half as

@@ -148,9 +148,7 @@ def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "best").is_symlink()
 
 
-def test_a_run_that_ended_early_is_finished_unless_more_is_asked(
-    tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_run_ended_early_is_finished_unless_more_is_asked(tmp_path: Path, capsys: Capsys) -> None:
     run_dir = RunDir(tmp_path)
     for row in rows(0.3, 0.5, 0.4, 0.4):
         run_dir.append_metrics(row)

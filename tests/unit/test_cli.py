@@ -360,9 +360,7 @@ def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
     assert (config.train.lr, config.log.dir) == (1e-3, "new"), "a run elsewhere"
 
 
-def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
-    tmp_path: Path, capsys: Capsys
-) -> None:
+def test_an_evaluation_does_not_warn_of_the_run_s_settings(tmp_path: Path, capsys: Capsys) -> None:
     run = started_run(tmp_path / "old")
     (run / "overrides.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {steps: 50}\n")
     invocation = cli.parse(["--from", str(run), "--eval.only", "--log.show_every", "3"])
@@ -451,9 +449,7 @@ def test_r3_log_dir_is_a_folder_that_is_meant(capsys: Capsys, monkeypatch: Patch
     assert "runs/job" in refusal(capsys, "tiny", *ONE, "--train.seed", "1")
 
 
-def test_a_check_notes_another_run_and_a_launch_refuses_it(
-    capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_a_check_notes_another_run_a_launch_refuses_it(capsys: Capsys, monkeypatch: Patch) -> None:
     started_run(Path("runs/tiny"))
     words = ["tiny", "--check", "--train.seed", "1", "--log.dir", "runs/tiny"]
     assert cli.parse(words).config.log.dir == "runs/tiny-2", "what a start there would read"
@@ -743,9 +739,7 @@ SIZES = SIZE.findall((ROOT / "docs/clusters.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("preset", "devices", "flags"), SIZES)
-def test_sizes_in_the_pages_are_what_the_plan_finds(
-    preset: str, devices: str, flags: str, capsys: Capsys
-) -> None:
+def test_sizes_in_pages_are_planned(preset: str, devices: str, flags: str, capsys: Capsys) -> None:
     assert f"\n1. {flags}\n" in printed(capsys, preset, "--plan-for", devices)
 
 

@@ -82,9 +82,7 @@ def weight_map(*names: str, file: str = "model-00001-of-00002.safetensors") -> b
         (write(INDEX, weight_map("a")), "missing model.embed_tokens.weight"),
     ],
 )
-def test_a_broken_checkpoint_is_refused(
-    folder: Path, spoil: Callable[[Path], object], rule: str
-) -> None:
+def test_broken_model_is_refused(folder: Path, spoil: Callable[[Path], object], rule: str) -> None:
     spoil(folder)
     problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
     assert [problem.field for problem in problems] == ["model.path"]
@@ -99,9 +97,7 @@ def test_a_broken_checkpoint_is_refused(
         (["run.json"], "is the folder of a run", "r3.export RUN"),
     ],
 )
-def test_a_folder_that_is_no_model_is_named(
-    tmp_path: Path, names: list[str], rule: str, fix: str
-) -> None:
+def test_folder_of_no_model_is_named(tmp_path: Path, names: list[str], rule: str, fix: str) -> None:
     for name in names:
         write(name, b"{}")(tmp_path)
     (problem,) = checks.problems(with_values(TINY, {"model.path": str(tmp_path)}), 2)
@@ -134,9 +130,7 @@ def index_of_another(folder: Path) -> None:
         (index_of_another, "model.safetensors is not in model.safetensors.index.json"),
     ],
 )
-def test_files_that_are_no_whole_model_are_named(
-    folder: Path, make: Callable[[Path], object], rule: str
-) -> None:
+def test_part_of_a_model_is_named(folder: Path, make: Callable[[Path], object], rule: str) -> None:
     make(folder)
     with pytest.raises(ShapeError, match=re.escape(rule)):
         checkpoint_tensors(folder)

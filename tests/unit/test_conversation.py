@@ -214,9 +214,7 @@ def test_check_says_what_rows_hold_and_what_is_learned(tmp_path: Path) -> None:
         *(("glm4", "glm45", ""), ("smollm2", "", "cannot show a call of 'weather'")),
     ],
 )
-def test_check_says_if_the_parser_does_not_read_the_calls_of_the_template(
-    name: str, parser: str, note: str
-) -> None:
+def test_check_says_if_the_parser_does_not_read_calls(name: str, parser: str, note: str) -> None:
     settings = EnvConfig(name="single_turn", tool_parser=parser)
     task = read_task(tiny_config(eval={"path": ()}))
     row = replace(task.prompts.prompts[0], tools=tuple(TOOLS))

@@ -150,9 +150,7 @@ def test_a_bad_row_is_named(
 
 
 @pytest.mark.parametrize("place", ["config", "prompts"])
-def test_a_bad_row_reaches_the_report_of_a_config_and_of_the_run(
-    place: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_bad_row_reaches_check_and_run(place: str, tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, answered("null"), *[GOOD] * 20)
     rule = "is null: the row has no reference answer"
     if place == "config":

@@ -11,10 +11,8 @@ import pytest
 from r3 import RunError
 from r3.agents import ApiError
 from r3.config import ConfigError, Problem
-from r3.data.conversation import Fault
-from r3.data.prompts import DataError
-from r3.data.rendering import NotRendered
-from r3.data.rows import RowProblem
+from r3.data.prompts import DataError, NotRendered
+from r3.data.rows import Fault, RowProblem
 from r3.envs import ModelLimit
 from r3.run.ends import StoppedEarly
 from r3.tools.download import HubError

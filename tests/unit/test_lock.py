@@ -33,6 +33,7 @@ _HOLDER = (
 )
 
 
+Starts = Callable[[str], subprocess.Popen[str]]
 HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
 
 
@@ -45,7 +46,7 @@ def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Starts]:
     """Starts a Python program with the test's folder as argument and waits for its first line."""
     started: list[subprocess.Popen[str]] = []
 
@@ -66,9 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_second_start_names_the_holder_and_changes_nothing(
-    start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_second_start_names_the_holder_and_changes_nothing(start: Starts, tmp_path: Path) -> None:
     process = start(_HOLDER)
     before = contents(tmp_path)
     for attempt in (hold, require_free):
@@ -77,9 +76,7 @@ def test_second_start_names_the_holder_and_changes_nothing(
     assert contents(tmp_path) == before
 
 
-def test_killed_holder_frees_the_folder_at_once(
-    start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_killed_holder_frees_the_folder_at_once(start: Starts, tmp_path: Path) -> None:
     process = start(_HOLDER)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -98,9 +95,7 @@ def test_released_folder_can_be_held_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-def test_a_folder_that_is_gone_ends_its_holder(
-    how: str, start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_gone_ends_its_holder(how: str, start: Starts, tmp_path: Path) -> None:
     process = start(_HOLDER.replace("sys.argv[1]", "sys.argv[1], 'run'"))
     (tmp_path / "run" / "metrics.jsonl").touch()
     if how == "deleted":
@@ -140,9 +135,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("what", [pytest.param("row", marks=pytest.mark.large), "checkpoint"])
-def test_nothing_is_written_into_a_run_that_took_the_place_of_this_one(
-    what: str, tmp_path: Path
-) -> None:
+def test_nothing_is_written_into_a_run_that_took_the_place(what: str, tmp_path: Path) -> None:
     done = ran(python(_SWAPS, str(tmp_path), what))
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in done.stderr
@@ -252,7 +245,7 @@ def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:
     assert f"log.dir = '{tmp_path / 'run'}'" in last
 
 
-def test_rank_dies_with_its_launcher(start: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_rank_dies_with_its_launcher(start: Starts) -> None:
     rank = (
         "import os, time\nfrom r3.runtime.process import die_with_launcher\n"
         "die_with_launcher()\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"

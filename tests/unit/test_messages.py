@@ -118,9 +118,7 @@ def http(**fields: str) -> RewardConfig:
 
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "sk-s\u00e9cret", "\tsk-secret"])
-def test_key_that_no_header_may_hold_is_never_printed(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_no_header_may_hold_is_never_printed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_KEY", key)
     with pytest.raises(ConfigError, match=r"character \d+ of its \d+") as error:
         ChatJudge(http(url="http://host/v1", api_key_env="GRADER_KEY"))
@@ -308,9 +306,7 @@ def faults_of(model: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool])
-def test_weights_of_a_type_that_cannot_be_loaded_are_refused(
-    dtype: torch.dtype, model: Path
-) -> None:
+def test_weights_of_a_type_not_to_be_loaded_are_refused(dtype: torch.dtype, model: Path) -> None:
     assert faults_of(model) == ""
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
@@ -420,9 +416,7 @@ def test_a_settings_file_that_explodes_is_refused(text: str) -> None:
         *(("engine", {"max_num_seqs": 10**9}), ("engine", {"kv_cache_gib": 1e6})),
     ],
 )
-def test_a_value_that_the_engine_cannot_use_is_refused(
-    section: str, fields: dict[str, Any]
-) -> None:
+def test_a_value_the_engine_cannot_use_is_refused(section: str, fields: dict[str, Any]) -> None:
     (name,) = fields
     found = [problem.field for problem in problems(tiny_config(**{section: fields}), 1)]
     assert found == [f"{section}.{name}"]

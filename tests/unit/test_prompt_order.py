@@ -19,7 +19,6 @@ from tests.rows import OPTIONS, write
 
 pytestmark = pytest.mark.unit
 
-BRIEF: dict[str, Any] = {"columns": Columns(system_prompt="Be brief.")}
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 
 
@@ -55,9 +54,7 @@ def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
     assert dataset.prompts[1].metadata == {"level": 3}
 
 
-def test_rows_that_are_tokenised_together_get_the_tokens_of_each(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_tokenised_together_get_the_tokens_of_each(tokenizer: Any, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     rows: list[dict[str, Any]] = [{"question": f"Add {n} and é.", "answer": ""} for n in range(600)]
     for number in (1, 2, 300):
@@ -92,13 +89,6 @@ def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_pat
         assert "(not this)" in problem.rule
 
 
-def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD)
-    (prompt,) = load_prompts(path, tokenizer, **OPTIONS | BRIEF).prompts
-    assert prompt.messages[0] == {"role": "system", "content": "Be brief."}
-    assert tokenizer.decode(prompt.tokens_T).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
-
-
 def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, GOOD, *["nonsense"] * 13), tokenizer, **OPTIONS)
@@ -109,9 +99,7 @@ def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) 
     assert lines[11].endswith("and 3 more")
 
 
-def test_too_long_rows_are_one_problem_that_names_the_longest(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_too_long_rows_are_one_problem_naming_the_longest(tokenizer: Any, tmp_path: Path) -> None:
     long = [json.dumps({"question": "book " * n, "answer": "b"}) for n in (200, 300, 250)]
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, GOOD, *long, "nonsense"), tokenizer, **OPTIONS)

@@ -394,9 +394,7 @@ def by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
 
-def test_a_step_that_fails_twice_ends_the_run_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt(tmp_path, reaches=2, saves=2)  # a person starts the run; step 3 fails
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     attempt(tmp_path, reaches=2)  # step 3 fails again

@@ -31,26 +31,15 @@ from r3.run.folder import (
 from r3.tools.dumps import read_rollouts, write_rollouts
 from r3.types import Prompt, Rollout, TrainedSample
 from tests.settings import changed
+from tests.tiny import coded_rollout
 
 pytestmark = pytest.mark.unit
 
 
-def rollout(sample_index: int, tokens: int, *, layers: int = 4, response: str = "") -> Rollout:
-    rng = np.random.default_rng(sample_index)
-    return Rollout(
-        prompt_id="rows.jsonl:3",
-        group=1,
-        sample_index=sample_index,
-        tokens_T=rng.integers(0, 512, tokens),
-        loss_mask_T=(np.arange(tokens) >= 2).astype(np.float32),
-        logprobs_T=-rng.random(tokens).astype(np.float32),
-        routed_experts=rng.integers(-1, 8, (tokens - 1, layers, 2 if layers else 0)).astype(
-            np.int8
-        ),
-        finish_reason="stop",
-        policy_version=5,
-        response=response,
-    )
+def rollout(index: int, tokens: int, *, response: str = "") -> Rollout:
+    """Of which two tokens are the prompt."""
+    made = coded_rollout(range(tokens), tokens - 2, seed=index)
+    return replace(made, prompt_id=PROMPT.id, sample_index=index, response=response)
 
 
 def files(folder: Path) -> list[str]:
@@ -150,7 +139,8 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
 
 
 def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
-    path = dump(tmp_path, scored([rollout(0, 4, layers=0)]))
+    dense = replace(rollout(0, 4), routed_experts=np.zeros((3, 0, 0), np.int8))
+    path = dump(tmp_path, scored([dense]))
     assert read_rollouts(path)[0][0].routed_experts.shape == (3, 0, 0)
 
 
@@ -286,9 +276,7 @@ def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path)
     assert np.array_equal(again.routed_experts, routes)
 
 
-def test_an_export_finds_a_relative_model_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_finds_a_relative_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.path` counts from where the run was started, which `log.dir` tells."""
     run_dir = RunDir(tmp_path / "start" / "runs" / "mine")
     run_dir.checkpoint(1).mkdir(parents=True)

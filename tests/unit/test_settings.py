@@ -85,9 +85,7 @@ def test_sections_and_full_names_are_the_same() -> None:
         ("base: tiny\nbase: tiny\n", "base", "1 and 2"),
     ],
 )
-def test_a_key_that_stands_twice_is_refused_with_its_lines(
-    text: str, field: str, lines: str
-) -> None:
+def test_a_key_given_twice_is_refused_with_its_lines(text: str, field: str, lines: str) -> None:
     with pytest.raises(ConfigError, match=f"given twice in my.yaml, in lines {lines}") as error:
         load_yaml(text, "my.yaml")
     assert error.value.problems[0].field == field

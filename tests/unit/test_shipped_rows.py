@@ -27,9 +27,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-def test_kept_rows_are_those_that_a_run_reads(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_rows_are_those_a_run_reads(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And other columns, tools or template variables get rows of their own."""
     others = [
         {"columns": GRADED},

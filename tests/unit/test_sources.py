@@ -355,9 +355,7 @@ def test_what_changed_is_read_again_with_equal_size_and_time(card: str, tmp_path
         *(("[50%:]", [5, 6, 7, 8, 9]), ("[:10%]", [0]), ("[:]", list(range(10)))),
     ],
 )
-def test_a_slice_of_a_source_keeps_lines_and_order(
-    part: str, levels: list[int], tmp_path: Path
-) -> None:
+def test_a_slice_keeps_lines_and_order(part: str, levels: list[int], tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{**ROWS[0], "level": level} for level in range(10)])
     rows, problems = read_rows(f"{path}{part}", Columns())
     assert not problems and [row.columns["level"] for row in rows] == levels
@@ -386,9 +384,7 @@ def test_rows_behind_the_first_ones_are_not_looked_at(tmp_path: Path) -> None:
     assert "eval.path" in found(values | {"eval.max_prompts": 3})
 
 
-def test_a_revision_of_the_hub_reaches_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_reaches_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked: list[Any] = []
@@ -460,9 +456,7 @@ TOOL = {"type": "function", "function": ADD}
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
-def test_tools_of_a_row_are_shown_by_the_chat_template(
-    tools: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_tools_of_a_row_are_shown_by_templates(tools: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{**ROWS[0], "tools": tools}, ROWS[1]])
     columns = Columns(tools="tools", system_prompt="Be brief.")
     with_tools, without = load_prompts(
@@ -494,9 +488,7 @@ def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -
         load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
 
 
-def test_rows_that_differ_in_what_a_reward_reads_are_no_duplicates(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_that_differ_for_a_reward_are_no_duplicates(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{**ROWS[0], "tests": "f(1) == 2"}, {**ROWS[0], "tests": "f(2) == 3"}])
     for function, left in (("gsm8k", 1), ("mine.py:passes", 2)):
         columns = columns_of(Config(reward=RewardConfig(function=(function,))))

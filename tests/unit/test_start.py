@@ -74,9 +74,7 @@ def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     assert (short.scorer(rollout, prompt), long.scorer(rollout, prompt)) == (1.0, 0.0)
 
 
-def test_a_held_out_question_that_is_too_long_is_never_dropped(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_held_out_questions_are_never_dropped(settings: dict[str, Any], tmp_path: Path) -> None:
     long = {"question": "Tom has eggs. " * 200, "answer": "#### 1"}
     (tmp_path / "long.jsonl").write_text(json.dumps(long))
     settings |= {"data.on_too_long": "drop", "eval.path": [str(tmp_path / "long.jsonl")]}
@@ -416,9 +414,7 @@ def test_a_machine_that_others_cannot_reach_is_named(
             require_others_in_reach()
 
 
-def test_small_shared_memory_is_refused_before_the_ranks_use_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_small_shared_memory_is_refused_before_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker gives 64 MiB; torch's own error names no limit, and no setting."""
     shape = ModelShape.read(assets.TINY_MOE)
     free = 4 * shape.num_params

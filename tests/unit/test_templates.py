@@ -190,9 +190,7 @@ def test_every_template_ends_turns_and_keeps_given_text_apart(name: str, tmp_pat
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_is_right_or_refused_with_the_cause(
-    name: str, column: str, tmp_path: Path
-) -> None:
+def test_a_template_is_right_or_refused_with_cause(name: str, column: str, tmp_path: Path) -> None:
     cause = TEMPLATES[name].refused.get(column)
     if cause is None:
         globals()[f"try_{column}"](name, tmp_path)

@@ -236,9 +236,7 @@ def hang(function: str, folder: Path) -> tuple[list[int], list[str]]:
         ("stopped", "is stopped (SIGSTOP)"),
     ],
 )
-def test_users_code_that_blocks_all_threads_is_named_and_ended(
-    function: str, cause: str, tmp_path: Path
-) -> None:
+def test_code_that_blocks_all_threads_is_ended(function: str, cause: str, tmp_path: Path) -> None:
     codes, (waits, hangs) = hang(function, tmp_path)
     assert codes == [-ENDS_RANK] * 2, hangs
     cause = cause.format(folder=tmp_path)
@@ -296,9 +294,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize(("end", "when"), [("release", "later"), ("kill", "at once")])
-def test_what_a_run_started_ends_with_it_and_holds_no_lock(
-    end: str, when: str, tmp_path: Path
-) -> None:
+def test_what_a_run_started_ends_and_holds_no_lock(end: str, when: str, tmp_path: Path) -> None:
     beside = subprocess.Popen(["sleep", "600"], start_new_session=True)  # of nobody's run
     done = subprocess.run(
         [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end, when],
@@ -338,9 +334,7 @@ with Watchdog(0, 1, stall_s=600.0, kill_after_s=1.0) as watchdog, open(sys.argv[
         ("generate", 1 << 18, True),  # nor what users' code writes while it hangs
     ],
 )
-def test_a_checkpoint_that_is_written_slowly_is_progress(
-    phase: str, size: int, ends: bool, tmp_path: Path
-) -> None:
+def test_a_slow_checkpoint_is_progress(phase: str, size: int, ends: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SAVES, str(tmp_path / "file"), phase, str(size)]
     rank = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert rank.returncode == (-ENDS_RANK if ends else 0), rank.stderr
