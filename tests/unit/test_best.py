@@ -98,9 +98,8 @@ def test_links_that_were_copied_as_folders_become_links(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, copy)
     assert link.is_dir() and not link.is_symlink()
     publish(copy, 3, keep=0, values={1: 0.5})
-    assert (link.readlink(), (copy / "latest").readlink()) == (Path("step_000001"),) + (
-        Path("step_000003"),
-    )
+    expected = (Path("step_000001"),) + (Path("step_000003"),)
+    assert (link.readlink(), (copy / "latest").readlink()) == expected
     link.unlink()
     shutil.copytree(copy / "step_000001", link)
     publish(copy, 4, keep=0, values={})

@@ -101,10 +101,8 @@ def test_check_is_a_run_of_any_number_of_ranks_without_warnings(capsys: Capsys) 
 
 def test_warnings_are_printed_and_do_not_stop_a_run(capsys: Capsys) -> None:
     cli.parse(["tiny", "--parallel.ep", "1", "--train.min_lr", "1e-6"])
-    assert (
-        capsys.readouterr().err
-        == "warning: train.min_lr = 1e-06 has no effect: train.lr_schedule is constant\n"
-    )
+    expected = "warning: train.min_lr = 1e-06 has no effect: train.lr_schedule is constant\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_flag_given_twice_is_a_warning_and_the_last_value_counts(capsys: Capsys) -> None:
@@ -163,10 +161,8 @@ def test_a_run_writes_its_overrides_and_from_knows_what_they_differ_from() -> No
     )
     assert start.lock is not None
     start.lock.release()
-    assert yaml.safe_load(Path("run/overrides.yaml").read_text()) == {
-        "base": "tiny",
-        "parallel": {"ep": 1},
-    }
+    seen = yaml.safe_load(Path("run/overrides.yaml").read_text())
+    assert seen == {"base": "tiny", "parallel": {"ep": 1}}
     resumed = cli.parse(["--from", "run", "--train.steps", "50"])
     assert resumed.differences == (
         "run, from tiny with 2 differences",
@@ -260,10 +256,8 @@ def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
     )
     invocation = cli.parse(["mine.py:small", "--train.seed", "2"])
     assert (invocation.config.train.lr, invocation.config.log.dir) == (1e-5, "runs/small")
-    assert invocation.differences == (
-        "mine.py:small with 1 difference",
-        "  train.seed = 2 (mine.py:small: 0)",
-    )
+    expected = ("mine.py:small with 1 difference", "  train.seed = 2 (mine.py:small: 0)")
+    assert invocation.differences == expected
     assert "base: mine.py:small" in invocation.overrides
 
 

@@ -250,9 +250,8 @@ def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
     fit = family_checkpoint(tmp_path / "fit", name, **engine_sizes(name))
     assert device_problems(config, ModelShape.read(fit), is_cuda=False) == []
     half = with_values(config, {"parallel.engine_tp": 4})  # 64 / 4 is no multiple of 32
-    assert "on each of the 4 ranks" in str(
-        device_problems(half, ModelShape.read(fit), is_cuda=False)[0]
-    )
+    text = str(device_problems(half, ModelShape.read(fit), is_cuda=False)[0])
+    assert "on each of the 4 ranks" in text
 
 
 def test_what_vllm_lacks_for_gated_delta_layers_on_cpu_is_refused(tmp_path: Path) -> None:
@@ -377,12 +376,8 @@ def test_columns_of_a_set_default_to_those_of_training() -> None:
     ).eval.sets
     training = DataConfig(answer_key="final", system_prompt="Think.", tools_key="tools")
     a, b = first.data(training), second.data(training)
-    assert (a.prompt_key, a.answer_key, a.tools_key, a.system_prompt) == (
-        "problem",
-        "",
-        "tools",
-        "",
-    )
+    seen = (a.prompt_key, a.answer_key, a.tools_key, a.system_prompt)
+    assert seen == ("problem", "", "tools", "")
     assert (b.prompt_key, b.answer_key, b.system_prompt) == ("question", "solution", "Be brief.")
 
 
@@ -475,10 +470,8 @@ def test_a_warm_up_of_all_updates_ends_at_the_learning_rate() -> None:
 
 def test_grpo_does_not_divide_kl_by_the_deviation_of_a_group() -> None:
     assert found(KL_IN_REWARD) == {}
-    assert (
-        "KL differences of any size"
-        in found({**KL_IN_REWARD, "algo.advantage": "grpo"})["algo.kl_in"]
-    )
+    text = found({**KL_IN_REWARD, "algo.advantage": "grpo"})["algo.kl_in"]
+    assert "KL differences of any size" in text
 
 
 def test_settings_of_a_preset_without_effect_are_not_warned_of() -> None:

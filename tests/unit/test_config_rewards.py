@@ -45,17 +45,14 @@ def classifier(folder: Path, **changes: Any) -> Path:
 )
 @pytest.mark.parametrize("setting", ["reward.function", "eval.function"])
 def test_functions_that_rows_may_name(setting: str, functions: list[str], rule: str) -> None:
-    assert (
-        rule in found({setting: "row", "reward.row_functions": functions})["reward.row_functions"]
-    )
+    text = found({setting: "row", "reward.row_functions": functions})["reward.row_functions"]
+    assert rule in text
 
 
 def test_the_deciding_function_is_one_of_the_sum() -> None:
     own = ["gsm8k", "examples/own_reward/reward.py:brief"]
-    assert (
-        "use one of gsm8k"
-        in found({"reward.function": own, "reward.correct": "exact"})["reward.correct"]
-    )
+    text = found({"reward.function": own, "reward.correct": "exact"})["reward.correct"]
+    assert "use one of gsm8k" in text
     assert "reward.correct" not in found({"reward.function": own, "reward.correct": "gsm8k"})
 
 
@@ -139,6 +136,5 @@ def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:
 
 def test_builtin_rewards_are_those_that_exist() -> None:
     message = found({"reward.function": "x"})["reward.function"]
-    assert (
-        f"use one of {', '.join(REWARDS)}, row, gym, math, http, self_judge, model, env" in message
-    )
+    words = f"use one of {', '.join(REWARDS)}, row, gym, math, http, self_judge, model, env"
+    assert words in message

@@ -81,9 +81,8 @@ def test_activations_of_tiny_by_hand() -> None:
     attention = norm + 4 * (128 + 2 * 64) + 4 * (3 * 128 + 64)
     experts = 4 * 2 * (128 + 5 * 64) + 9 * 8 + 24 * 2
     rest = 4 * 128 + 4 * (2 * 128 + 2 * (128 + 4 * 64))
-    assert (
-        plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + norm + experts) + rest
-    )
+    seen = plan.activation_bytes_per_token(TINY, TINY_SHAPE)
+    assert seen == 4 * (attention + norm + experts) + rest
     full = with_values(TINY, {"model.recompute": "full"})
     one_layer = attention + norm + experts
     assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + one_layer + rest
@@ -93,10 +92,8 @@ def test_activations_of_tiny_by_hand() -> None:
     again = norm + 4 * 2 * 3 * 64
     assert plan.activation_bytes_per_token(chosen, TINY_SHAPE) == 4 * kept + again + rest
     only_moe = with_values(TINY, {"model.recompute": "moe"})
-    assert (
-        plan.activation_bytes_per_token(only_moe, TINY_SHAPE)
-        == 4 * (attention + norm) + experts + rest
-    )
+    seen = plan.activation_bytes_per_token(only_moe, TINY_SHAPE)
+    assert seen == 4 * (attention + norm) + experts + rest
 
 
 def test_output_layer_by_hand() -> None:
@@ -112,9 +109,8 @@ def test_output_layer_by_hand() -> None:
     assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
     bonus = with_values(BIG, {"algo.entropy_coef": 0.001})
     assert plan.head_bytes(bonus, BIG_SHAPE) == logits * 8 + weight * 6 + hidden
-    assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"] == plan.head_bytes(
-        BIG, BIG_SHAPE
-    )
+    seen = plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"]
+    assert seen == plan.head_bytes(BIG, BIG_SHAPE)
 
 
 def test_bfloat16_keeps_a_float32_copy_and_the_optimizer_is_sharded() -> None:
@@ -256,9 +252,8 @@ def columns_of(text: str, names: str) -> list[str]:
 
 def test_the_layout_follows_megatron_order() -> None:
     text = describe(TINY, TINY_SHAPE, 4)
-    assert columns_of(text, "rank dp ep tp experts") == [
-        *("0 0 0 0 0..3", "1 1 1 0 4..7", "2 2 0 0 0..3", "3 3 1 0 4..7")
-    ]
+    expected = [*("0 0 0 0 0..3", "1 1 1 0 4..7", "2 2 0 0 0..3", "3 3 1 0 4..7")]
+    assert columns_of(text, "rank dp ep tp experts") == expected
 
 
 def test_the_layout_of_every_axis_follows_megatron_order() -> None:

@@ -179,9 +179,8 @@ def test_each_epoch_is_a_permutation(count: int) -> None:
 def test_the_order_depends_on_seed_and_step_alone() -> None:
     dataset = numbered(50)
     order = walk(dataset, seed=1, steps=20, count=8)
-    assert [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)] == order[
-        13 * 8 : 14 * 8
-    ]
+    seen = [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)]
+    assert seen == order[13 * 8 : 14 * 8]
     assert walk(dataset, seed=2, steps=20, count=8) != order
 
 
@@ -190,9 +189,8 @@ def test_turns_keep_to_the_shares_at_every_place(weights: tuple[float, ...]) -> 
     counts = [turns(weights, places) for places in range(400)]
     for places, (now, after) in enumerate(pairwise(counts)):
         assert sum(now) == places
-        assert sorted(b - a for a, b in zip(now, after, strict=True)) == [0] * (
-            len(weights) - 1
-        ) + [1]
+        seen = sorted(b - a for a, b in zip(now, after, strict=True))
+        assert seen == [0] * (len(weights) - 1) + [1]
         exact = [places * weight / sum(weights) for weight in weights]
         assert all(abs(a - b) < len(weights) for a, b in zip(now, exact, strict=True))
 

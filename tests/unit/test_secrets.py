@@ -132,8 +132,7 @@ def test_settings_that_an_earlier_version_hid_are_to_be_given_again(
     with pytest.raises(SystemExit):
         cli.parse(["--from", "run"])
     said = capsys.readouterr().err
-    assert (
-        "has [hidden], which earlier versions wrote in place of a key. Fix: give it again" in said
-    )
+    words = "has [hidden], which earlier versions wrote in place of a key. Fix: give it again"
+    assert words in said
     again = cli.parse(["--from", "run", "--reward.args", "api_name=b"])
     assert again.config.reward.args == ("api_name=b",)

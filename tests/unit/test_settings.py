@@ -67,9 +67,8 @@ def test_yaml_is_read_as_a_person_means_it() -> None:
 def test_sections_and_full_names_are_the_same() -> None:
     nested, flat = {"train": {"lr": "1e-4"}}, {"train.lr": "1e-4"}
     assert read_values(nested, [], []) == read_values(flat, [], []) == {"train.lr": 1e-4}
-    assert from_yaml("train.lr: 1e-4\ntrain: {steps: 3}") == with_values(
-        Config(), {"train.lr": 1e-4, "train.steps": 3}
-    )
+    expected = with_values(Config(), {"train.lr": 0.0001, "train.steps": 3})
+    assert from_yaml("train.lr: 1e-4\ntrain: {steps: 3}") == expected
     problems: list[Problem] = []
     read_values({**nested, **flat, "lr": 1, "trian": {}}, problems, [])
     assert [problem.field for problem in problems] == ["train.lr", "lr", "trian"]

@@ -469,9 +469,8 @@ def test_tools_of_a_row_are_shown_by_templates(tools: Any, tokenizer: Any, tmp_p
     assert "<tools>add</tools>" not in tokenizer.decode(without.tokens_T)
     # Those of the environment are shown where a row has none.
     options: dict[str, Any] = {"columns": columns, "max_prompt_tokens": 999, "tools": [TOOL]}
-    assert "<tools>add</tools>" in tokenizer.decode(
-        load_prompts(path, tokenizer, **options).prompts[1].tokens_T
-    )
+    text = tokenizer.decode(load_prompts(path, tokenizer, **options).prompts[1].tokens_T)
+    assert "<tools>add</tools>" in text
 
 
 def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:

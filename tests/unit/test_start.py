@@ -165,9 +165,8 @@ def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path
         list(check().check_task(failing, tiny_config().algo))
     failing.close()
     first, *_, last = str(error.value).splitlines()
-    assert (
-        first == f"own: environment {tmp_path}/mine.py:Limited: reset failed on own.jsonl:1 (error)"
-    )
+    expected = f"own: environment {tmp_path}/mine.py:Limited: reset failed on own.jsonl:1 (error)"
+    assert first == expected
     assert last.endswith("tools and metadata; here metadata has no column")
     assert "r3_user_" not in str(error.value)
 

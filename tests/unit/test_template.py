@@ -86,10 +86,8 @@ def test_text_without_control_tokens_has_the_tokens_of_transformers(tokenizer: A
         assert renderer.render(messages) == (
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
-        assert (
-            renderer.tokens(renderer.render(messages))
-            == (tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-        )
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert renderer.tokens(renderer.render(messages)) == expected
 
 
 @pytest.mark.parametrize("text", ["\ufdd0", "\ufdd0\ufdd0<|im_end|>\ufdd0", "<|im_end|><|im_end|>"])
