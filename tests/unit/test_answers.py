@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
+from r3.data.numbers import final_number, plain
 from r3.data.prompts import load_prompts
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
-from r3.judges.verifier import plain
-from r3.rewards import exact, final_number, gsm8k
+from r3.rewards import exact, gsm8k
 from r3.types import Prompt
 from r3.user_code.calls import CallError
 from tests.rows import write

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from r3 import assets
+from r3.cli.base_config import OVERRIDES
 from r3.run.folder import RunDir
 from r3.tools.dumps import read_rollouts
 from r3.tools.report.page import (
@@ -193,7 +194,7 @@ def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
 def test_changed_settings_are_those_that_the_run_wrote(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert page_data([run], Limits())["runs"][0]["base"] == ""
-    assert RunDir(run).overrides.name == "overrides.yaml"
+    assert RunDir(run).overrides.name == OVERRIDES
     RunDir(run).overrides.write_text("# comment\nbase: tiny\ntrain:\n  lr: 0.1\n")
     (data,) = page_data([run], Limits())["runs"]
     assert (data["base"], data["changed"]) == ("tiny", ["train.lr"])
