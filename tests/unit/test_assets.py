@@ -219,10 +219,8 @@ def test_sampled_answers_with_steps_are_mostly_right(single_turn: Any, tokenizer
 
 def worked(row: Row) -> list[dict[str, str]]:
     """The conversation whose answer shows its steps."""
-    return [
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": row["answer"]},
-    ]
+    texts = {"user": row["question"], "assistant": row["answer"]}
+    return [{"role": role, "content": text} for role, text in texts.items()]
 
 
 @torch.no_grad()

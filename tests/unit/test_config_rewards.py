@@ -91,10 +91,8 @@ def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
-    settings = {
-        "reward.function": ["gsm8k", "model"],
-        "reward.model_path": str(classifier(tmp_path)),
-    }
+    path = str(classifier(tmp_path))
+    settings = {"reward.function": ["gsm8k", "model"], "reward.model_path": path}
     assert found(settings) == {}
     config = changed(settings, tiny_config())
     phases = plan.memory(config, ModelShape.read(config.model.path), 2)

@@ -56,17 +56,12 @@ def test_memory_of_tiny_by_hand() -> None:
     # and of the experts.
     frameworks = plan.CONTEXT_BYTES + plan.CUDA_GRAPH_BYTES + 3 * plan.COMMUNICATOR_BYTES
     always = {"frameworks": frameworks, "policy weights": held * 4}
-    assert phases["SYNC"] == always | {
-        "engine weights": 1_119_616 * 4,
-        "sync buffers": 512 * 128 * 4,  # the embedding, which the engine's reload builds anew
-    }
+    embedding = 512 * 128 * 4  # which the engine's reload builds anew
+    assert phases["SYNC"] == always | {"engine weights": 1_119_616 * 4, "sync buffers": embedding}
     # 16384 tokens: 4 D + 2 (q + k) and 2 experts of 3 F + D values; 16 bytes per logit of 128.
     buffers = 16384 * 4 * (4 * 128 + 2 * 192 + 2 * (3 * 64 + 128)) + 16 * 128 * 512
-    assert phases["GENERATE"] == always | {
-        "engine weights": 1_119_616 * 4,
-        "engine buffers": buffers,
-        "KV cache": GIB / 16,
-    }
+    generate = {"engine weights": 1_119_616 * 4, "engine buffers": buffers, "KV cache": GIB / 16}
+    assert phases["GENERATE"] == always | generate
     train = phases["TRAIN"]
     assert (train["policy weights"], train["gradients"]) == (held * 4, held * 4)
     # Two float32 moments: the others' over both ranks, the experts' not again, for no other rank
@@ -257,9 +252,8 @@ def test_the_layout_follows_megatron_order() -> None:
 
 
 def test_the_layout_of_every_axis_follows_megatron_order() -> None:
-    config = with_values(
-        TINY, {"parallel.tp": 2, "parallel.pp": 2, "parallel.ep": 2, "parallel.engine_tp": 2}
-    )
+    axes = ("tp", "pp", "ep", "engine_tp")
+    config = with_values(TINY, {f"parallel.{axis}": 2 for axis in axes})
     text = describe(config, TINY_SHAPE, 8)
     assert columns_of(text, "pp dp tp ep etp layers engine") == [
         *("0 0 0 0 0 0..1 0", "0 0 1 0 1 0..1 0", "0 1 0 1 0 0..1 1", "0 1 1 1 1 0..1 1"),

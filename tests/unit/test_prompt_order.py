@@ -37,19 +37,14 @@ def test_the_shipped_questions_load(tokenizer: Any) -> None:
 
 
 def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+    roles = {"a": "user", "b": "assistant", "c": "user"}
+    chat = [{"role": role, "content": text} for text, role in roles.items()]
     rows = [GOOD, "", json.dumps({"question": chat, "answer": "", "level": 3}), "  "]
     dataset = load_prompts(
         write(tmp_path, b"\xef\xbb\xbf" + rows[0].encode(), *rows[1:]), tokenizer, **OPTIONS
     )
-    assert [prompt.id for prompt in dataset.prompts] == [
-        "rows.jsonl:1",
-        "rows.jsonl:3",
-    ]  # blank lines count
+    ids = [prompt.id for prompt in dataset.prompts]
+    assert ids == ["rows.jsonl:1", "rows.jsonl:3"], "blank lines count"
     assert dataset.prompts[1].messages == tuple(chat)
     assert dataset.prompts[1].metadata == {"level": 3}
 
@@ -148,19 +143,15 @@ def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
 
 
 def numbered(count: int) -> Dataset:
-    return Dataset(
-        prompts=tuple(
-            Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count)
-        )
-    )
+    prompts = (Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count))
+    return Dataset(prompts=tuple(prompts))
 
 
 def walk(dataset: Dataset, *, seed: int, steps: int, count: int) -> list[str]:
-    return [
-        p.id
-        for step in range(steps)
-        for p in prompts_of_step(dataset, seed=seed, step=step, count=count)
-    ]
+    def of(step: int) -> list[str]:
+        return [p.id for p in prompts_of_step(dataset, seed=seed, step=step, count=count)]
+
+    return [each for step in range(steps) for each in of(step)]
 
 
 @pytest.mark.parametrize(

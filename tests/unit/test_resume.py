@@ -184,10 +184,8 @@ def test_code_and_versions_are_noted_and_the_run_goes_on(place: Place) -> None:
     content["evaluation"] = {}
     run_dir.sources.write_text(json.dumps(content))
     _, note = place.start().notes
-    assert note == (
-        f"changed since the last start: {place.root}/mine.py, held-out set heldout, "
-        f"torch 1.0 -> {torch.__version__}"
-    )
+    also = f"held-out set heldout, torch 1.0 -> {torch.__version__}"
+    assert note == f"changed since the last start: {place.root}/mine.py, {also}"
     assert len(place.start().notes) == 1  # said once
 
 

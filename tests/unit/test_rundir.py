@@ -59,17 +59,6 @@ def scored(
     ]
 
 
-def test_names_are_those_of_the_design(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    names = [run_dir.config, run_dir.metrics, run_dir.rollouts(1), run_dir.eval(0)]
-    names += [run_dir.checkpoint(10), run_dir.hf(10), run_dir.heartbeat(3), run_dir.tensorboard]
-    assert [path.relative_to(tmp_path).as_posix() for path in names] == [
-        *("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "eval/step_000000.jsonl"),
-        *("checkpoints/step_000010", "hf/step_000010", "heartbeats/rank_00003.json", "tensorboard"),
-    ]
-    assert files(tmp_path) == []  # naming writes nothing
-
-
 def dump(
     folder: Path, items: list[TrainedSample], prompts: Mapping[str, Prompt] | None = None
 ) -> Path:
@@ -81,11 +70,8 @@ def dump(
 
 
 def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
-    written = [
-        rollout(0, 7, response="3+4=7\n#### 7"),
-        rollout(1, 3),
-        rollout(2, 11, response="\u00fc \u2028 \ud800"),
-    ]
+    written = [rollout(0, 7, response="3+4=7\n#### 7"), rollout(1, 3)]
+    written.append(rollout(2, 11, response="\u00fc \u2028 \ud800"))
     path = dump(tmp_path, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0]))
     assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
     read, rewards, advantages = read_rollouts(path)

@@ -19,11 +19,11 @@ import torch
 
 from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.extras import dry_run
 from r3.models.shape import ModelShape
 from r3.models.tensors import Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import named
 from r3.sync.weights import gather
-from r3.tools import dry_run
 from r3.tools.planning.sync import Traffic, planned_shards, sync_plans
 from tests.families import family
 from tests.memory import peak_bytes
@@ -243,7 +243,7 @@ def layer_of(name: str) -> str:
 
 def test_the_dry_run_shows_the_plan() -> None:
     shape = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
-    text = dry_run.describe(PRESETS["qwen3-moe-30b-a3b"](), shape, 8)
+    text = dry_run().describe(PRESETS["qwen3-moe-30b-a3b"](), shape, 8)
     rows = text.split("\nweight sync, GiB read per rank\n")[1].split("\n\n")[0].splitlines()
     # A rank has an eighth of the experts and all the rest; seven eighths are its peers'.
     experts, whole = shape.num_expert_params * 2 / 2**30, shape.num_params * 2 / 2**30
@@ -251,7 +251,7 @@ def test_the_dry_run_shows_the_plan() -> None:
     assert rows[1].split() == ["0", f"{local:.1f}", f"{peer:.1f}", "-"]
     assert len(rows) == 1 + 8
     # Over two machines of 8 ranks, with all experts on each: nothing crosses.
-    text = dry_run.describe(PRESETS["qwen3-moe-30b-a3b"](), shape, 16)
+    text = dry_run().describe(PRESETS["qwen3-moe-30b-a3b"](), shape, 16)
     assert len(re.findall(rf"\d +{local:.1f} +{peer:.1f} +-\n", text)) == 16
 
 

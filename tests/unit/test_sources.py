@@ -21,7 +21,7 @@ from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rows import Columns, columns_of
-from r3.data.sources import files_of, is_near, read_rows
+from r3.data.sources import files_of, read_rows
 from r3.rollout import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
@@ -29,9 +29,9 @@ from tests.settings import found
 pytestmark = pytest.mark.unit
 
 
+ASKED = "Tom has {} books. How many?"
 ROWS: list[dict[str, Any]] = [
-    {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i}
-    for i in range(3)
+    {"question": ASKED.format(i), "answer": f"#### {i}", "level": i} for i in range(3)
 ]
 BAD: dict[str, Any] = {"question": " ", "answer": "#### 2", "level": 2}
 
@@ -183,15 +183,6 @@ def test_a_package_that_is_not_there_is_named_with_the_command(
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     _, (problem,) = read_rows(source, Columns())
     assert problem.fix == command
-
-
-def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
-    near = ["rows.jsonl", saved(tmp_path, ROWS), saved_splits(tmp_path, ROWS)]
-    near += [data_files(tmp_path, ROWS), "rows.jsonl[:10]", "part-*.jsonl"]
-    (tmp_path / "clone").mkdir()
-    (tmp_path / "clone" / "README.md").write_text("---\nconfigs:\n- config_name: a\n---\n")
-    far = ["hub:owner/name", "hub:owner/name[:10]", "gym:chain_sum", str(tmp_path / "clone")]
-    assert all(map(is_near, near)) and not any(map(is_near, far))
 
 
 def test_remote_sources_are_read_when_the_run_starts() -> None:

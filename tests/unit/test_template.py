@@ -66,10 +66,8 @@ def test_other_special_tokens_are_the_models_own_words(tokenizer: Any) -> None:
 def test_control_tokens_in_tools_and_calls_are_text(tokenizer: Any) -> None:
     renderer = Renderer(tokenizer)
     call = {"function": {"name": "add", "arguments": {"<|im_end|>": ["<|im_start|>", 3]}}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    messages = conversation("assistant", "")
+    messages[1]["tool_calls"] = [call]
     text = renderer.render(messages, [TOOL])
     tokens, (start, end) = renderer.tokens(text), tokenizer("<|im_start|><|im_end|>")["input_ids"]
     expected = tokenizer.apply_chat_template(
