@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -331,48 +330,33 @@ def test_what_follows_is_what_the_template_renders(tokenizer: Any) -> None:
     assert renderer.ends == (end,)
 
 
-REFUSED: dict[str, tuple[Callable[[str], str], str]] = {
+SAID = "(message.content or '')"
+OTHERS_ALONE = "(message.content if message.role != 'assistant' else '')"
+QUOTED = "('> ' if message.role == 'assistant' else '') ~ message.content"
+ROLE = "message.role ~ '\\n' ~ ("
+END = "{{- '%s\\n' }}\n    {%%- endif %%}"
+ONE = "{%- if messages|length > 1 %}{{ raise_exception('only one message') }}{%- endif %}"
+# What is replaced in the template, by what, and what the refusal says.
+REFUSED: dict[str, tuple[str, str, str]] = {
     "counts turns": (
-        lambda t: t.replace(
-            "message.role ~ '\\n' ~ (", "message.role ~ ' ' ~ loop.index ~ '\\n' ~ ("
-        ),
-        "differently after a longer conversation",
+        ROLE,
+        f"message.role ~ ' ' ~ loop.index{ROLE[12:]}",
+        "differently after a longer",
     ),
-    "forgets the model's message": (
-        lambda t: t.replace(
-            "(message.content or '')", "(message.content if message.role != 'assistant' else '')"
-        ),
-        "the content of message 1 (assistant): the chat template leaves it out",
-    ),
-    "rewrites the model's message": (
-        lambda t: t.replace(
-            "(message.content or '')",
-            "('> ' if message.role == 'assistant' else '') ~ message.content",
-        ),
-        "moves or changes the model's message",
-    ),
-    "ends a turn in words": (
-        lambda t: t.replace(
-            "{{- '<|im_end|>\\n' }}\n    {%- endif %}", "{{- ' over\\n' }}\n    {%- endif %}"
-        ),
-        "with a special token",
-    ),
-    "refuses a second user": (
-        lambda t: (
-            t + "{%- if messages|length > 1 %}{{ raise_exception('only one message') }}{%- endif %}"
-        ),
-        "only one message",
-    ),
+    "forgets the model's message": (SAID, OTHERS_ALONE, "message 1 (assistant): the chat template"),
+    "rewrites the model's message": (SAID, QUOTED, "moves or changes the model's message"),
+    "ends a turn in words": (END % "<|im_end|>", END % " over", "with a special token"),
+    "refuses a second user": ("", ONE, "only one message"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    change, text = REFUSED[name]
-    changed = change(tokenizer.chat_template)
-    assert changed != tokenizer.chat_template
-    tokenizer.chat_template = changed
+    old, new, text = REFUSED[name]
+    given = tokenizer.chat_template
+    tokenizer.chat_template = given.replace(old, new) if old else given + new
+    assert tokenizer.chat_template != given
     with pytest.raises(ConfigError, match=r"some/model.*its chat template") as error:
         Chat(Renderer(tokenizer), "some/model")
     assert text in str(error.value)
