@@ -78,12 +78,8 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
         run_dir.config, to_yaml(tiny_config(replay={"mode": replay}, log={"dir": str(path)}))
     )
     for step in range(steps + 1):
-        row = {
-            "step": step,
-            "time/step_s": 1.0 + step,
-            "time/generate_s": 0.25,
-            "time/train_s": 0.5,
-        }
+        row = {"step": step, "time/step_s": 1.0 + step}
+        row |= {"time/generate_s": 0.25, "time/train_s": 0.5}
         if step:
             row |= {"reward/mean": 0.25 + 0.1 * step, "mismatch/k3": 10.0**-step}
             row |= {"policy/entropy": 1.0 / step, "env/tool_calls": 0.5 * step}

@@ -298,37 +298,10 @@ def with_calls(row: Row) -> list[dict[str, str]]:
     return messages
 
 
-def test_it_was_taught_in_the_tokens_of_the_template_and_the_environment(tokenizer: Any) -> None:
-    stream, twin = (load_tool().ToolStream(tokenizer, seed=3) for _ in range(2))
-    called = 0
-    for _ in range(50):
-        row = next(twin.problems)
-        ids, labels = stream.conversation()
-        calls = tokenizer.decode(ids).count("</tool_call>")
-        called += bool(calls)
-        question = with_calls(row)
-        answer = {"role": "assistant", "content": f"#### {final_answer(row)}"}
-        messages = [*(question if calls else question[:1]), answer]
-        whole = tokenizer.apply_chat_template(messages, tools=list(Calculator.tools))["input_ids"]
-        assert [*ids, *tokenizer.encode("\n")] == whole
-        said = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
-        assert tokenizer.decode([label for label in labels if label >= 0]) == said
-        assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
-        twin.rng.setstate(stream.rng.getstate())
-    assert 10 <= called <= 32  # 0.4 of 50, three standard deviations to either side
-
-
-def test_padding_of_a_new_checkpoint_has_a_vector(tokenizer: Any, calling: Any) -> None:
+def test_padding_has_a_vector(calling: Any) -> None:
     """At exactly zero RMSNorm's gradient is 1/sqrt(eps), a thousand: a policy that samples the
     token jumps.
     """
-    tool = load_tool()
-    fresh = tool.build_model(tokenizer)
-    before = fresh.get_input_embeddings().weight.clone()
-    assert not before[0].any()
-    tool.give_padding_a_vector(fresh)
-    after = fresh.get_input_embeddings().weight
-    assert torch.equal(after[1:], before[1:]) and torch.allclose(after[0], before[1:].mean(0))
     shipped = calling.get_input_embeddings().weight
     assert 1e-3 < shipped[0].square().mean().sqrt() < shipped[1:].square().mean().sqrt()
 

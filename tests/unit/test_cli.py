@@ -159,9 +159,9 @@ def test_a_run_writes_its_overrides_and_from_knows_what_they_differ_from() -> No
     assert seen == {"base": "tiny", "parallel": {"ep": 1}}
     resumed = cli.parse(["--from", "run", "--train.steps", "50"])
     assert resumed.differences[0] == "run, from tiny with 2 differences"
-    assert resumed.differences[1:] == (
-        "  train.steps = 50 (tiny: 25)",
-        "  parallel.ep = 1 (tiny: 2)",
+    assert (
+        "\n".join(resumed.differences[1:])
+        == "  train.steps = 50 (tiny: 25)\n  parallel.ep = 1 (tiny: 2)"
     )
     Path("run/overrides.yaml").unlink()  # a run of an earlier version
     resumed = cli.parse(["--from", "run", "--train.steps", "50"])

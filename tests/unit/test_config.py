@@ -327,14 +327,9 @@ def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
 
 
 def test_arguments_of_environments_belong_to_their_sets() -> None:
-    sets = changed(
-        {
-            "eval.path": ["x", "y", "z"],
-            "eval.name": ["easy", "hard.2", "game"],
-            "eval.env": ["", "", "e.py:E"],
-            "eval.env_args": ["limit=3", "hard.2.limit=9", "game.text=a.b=c"],
-        }
-    ).eval.sets
+    values = {"eval.path": ["x", "y", "z"], "eval.name": ["easy", "hard.2", "game"]}
+    values |= {"eval.env_args": ["limit=3", "hard.2.limit=9", "game.text=a.b=c"]}
+    sets = changed(values | {"eval.env": ["", "", "e.py:E"]}).eval.sets
     training = replace(TINY.env, path="t.py:T", args=("limit=1", "mode=2"))
     found = [keyword_arguments(each.environment(training).args) for each in sets]
     assert found[0] == {"limit": 3, "mode": 2}
@@ -344,13 +339,8 @@ def test_arguments_of_environments_belong_to_their_sets() -> None:
     assert plain.environment(training) == training
 
 
-KL_IN_REWARD = {
-    "algo.kl_coef": 0.1,
-    "algo.kl_in": "reward",
-    "algo.kl_estimator": "k1",
-    "algo.advantage": "dr_grpo",
-    "replay.reference": True,
-}
+KL_IN_REWARD: dict[str, Any] = {"algo.kl_coef": 0.1, "algo.kl_in": "reward"}
+KL_IN_REWARD |= {"algo.kl_estimator": "k1", "algo.advantage": "dr_grpo", "replay.reference": True}
 
 
 GSPO = {"algo.loss": "gspo", "algo.clip_low": 0.0003, "algo.clip_high": 0.0004}

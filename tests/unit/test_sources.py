@@ -144,11 +144,7 @@ def test_a_source_that_cannot_be_read_is_named(
     Path("text.parquet").write_text("no parquet")
     row = json.dumps(ROWS[0])
     files = {"clone/README.md": "---\nconfigs:\n- config_name: a\n---\n", "rows.xlsx": ""}
-    files |= {
-        "clone/rows.jsonl": '{"question": ',
-        "cut.jsonl.gz": "no gzip",
-        "cut.json": f"[{row},",
-    }
+    files |= {"clone/rows.jsonl": "{", "cut.jsonl.gz": "no gzip", "cut.json": f"[{row},"}
     files |= {
         "short.csv": "question,answer\n1+1?,2\n1+2?\n",
         "twice.csv": "question,question\n1,2\n",

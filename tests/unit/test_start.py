@@ -45,16 +45,11 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:14]]
     (tmp_path / "ten.jsonl").write_text("\n".join(map(json.dumps, [*rows[:10], rows[0]])))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[10:]), tmp_path / "four.parquet")
-    return {
-        "data.path": [str(tmp_path / "ten.jsonl"), str(tmp_path / "four.parquet")],
-        "data.weights": [1, 1],
-        "data.drop_duplicates": True,
-        "eval.path": [str(assets.WORD_PROBLEMS_EVAL)] * 2,
-        "eval.name": ["short", "long"],
-        "eval.max_prompts": [3, 5],
-        "eval.max_tokens": [0, 300],
-        "eval.function": ["gsm8k", "exact"],
-    }
+    settings: dict[str, Any] = {"data.path": [f"{tmp_path}/ten.jsonl", f"{tmp_path}/four.parquet"]}
+    settings |= {"data.weights": [1, 1], "data.drop_duplicates": True}
+    settings |= {"eval.path": [str(assets.WORD_PROBLEMS_EVAL)] * 2, "eval.name": ["short", "long"]}
+    settings |= {"eval.max_prompts": [3, 5], "eval.max_tokens": [0, 300]}
+    return settings | {"eval.function": ["gsm8k", "exact"]}
 
 
 def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
@@ -133,16 +128,13 @@ def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     row = {"problem": "3+4?", "solution": "#### 7"}
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
-    settings = {
-        "data.system_prompt": "Think.",
-        "env.path": f"{tmp_path}/mine.py:Limited",
-        "eval.path": [str(assets.WORD_PROBLEMS_EVAL), str(tmp_path / "own.jsonl")],
-        "eval.name": ["same", "own"],
-        "eval.prompt_key": ["", "problem"],
-        "eval.answer_key": ["", "solution"],
-        "eval.system_prompt": ["none", "Be brief."],
-        "eval.env_args": "own.limit=2",
+    settings: dict[str, Any] = {
+        "eval.path": [str(assets.WORD_PROBLEMS_EVAL), f"{tmp_path}/own.jsonl"]
     }
+    settings |= {"eval.name": ["same", "own"], "eval.env_args": "own.limit=2"}
+    settings |= {"eval.prompt_key": ["", "problem"], "eval.answer_key": ["", "solution"]}
+    settings |= {"data.system_prompt": "Think.", "eval.system_prompt": ["none", "Be brief."]}
+    settings |= {"env.path": f"{tmp_path}/mine.py:Limited"}
 
     def task(**more: str) -> Task:
         given = settings | {name.replace("_", ".", 1): value for name, value in more.items()}
