@@ -168,7 +168,7 @@ def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
     append_row(place.root)
     template(place.root)
     start = place.start(writes=False, only=True)
-    assert start.notes[1:] == ("changed since the last start: the rows, the chat template",)
+    assert start.notes[1:] == ("changed since the last start: the chat template",)
     retrained(place.root / "model")
     with pytest.raises(ConfigError, match="config: 3 problems") as refused:
         place.start("teacher")

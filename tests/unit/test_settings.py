@@ -377,7 +377,7 @@ def test_every_number_has_a_rule() -> None:
         (Setting(ge=0, le=1), [0, 0.5, 1], [-0.1, 1.1], "must be between 0 and 1"),
         (Setting(gt=0, lt=1), [0.5], [0, 1], "must be between 0 and 1 (0 and 1 excluded)"),
         (Setting(zero=True, gt=1), [0, 2], [1, -1], "must be 0 or above 1"),
-        (Setting(le=1, ge=0, why="it is a part"), [1], [2], "must be between 0 and 1: it is a"),
+        (Setting(le=1, ge=0, why="a part"), [1], [2], "must be between 0 and 1: a part"),
         (Setting(pattern="[a-z]+", words="lower case"), ["ab"], ["aB", ""], "must be lower case"),
         (Setting(kind=tuple[int, ...], ge=1), [(), (1, 2)], [(1, 0)], "must be at least 1"),
     ],

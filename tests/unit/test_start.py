@@ -54,7 +54,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     task = read_task(changed(settings, tiny_config()))
-    assert (len(task.prompts), task.prompts.sizes) == (14, (10, 4))
+    assert task.prompts.read == (("ten.jsonl", 10), ("four.parquet", 4))
     assert task.prompts.dropped_duplicates == 1
     drawn = prompts_of_step(task.prompts, seed=0, step=0, count=8)
     assert sum(prompt.id.startswith("four.parquet:") for prompt in drawn) == 4
