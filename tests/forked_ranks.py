@@ -47,10 +47,10 @@ def preload() -> None:
             raise RuntimeError("use launch/ranks.py: CUDA does not survive a fork")
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         prepare_environment()  # vLLM reads some of it when it is imported
-        from r3.backends.cpu.engine import import_engine
+        from r3 import extras
         from r3.run import session  # noqa: F401
 
-        import_engine()
+        extras.engine_on_cpu().import_engine()
     os.environ.clear()
     os.environ.update(environment)
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from r3 import extras
 from r3.algo.advantage import Reward, advantages_of, less_kl
 from r3.algo.packing import with_advantages
-from r3.backends.cpu.fused_experts import FusedExperts
-from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.layers import local_tokens
 from r3.metrics import Mean
@@ -35,6 +33,7 @@ from r3.types import Batch, Sample, Update
 from r3.user_code.algorithm import advantage_of
 from tests.tiny import random_rollouts
 
+ON_CPU, ON_CUDA = (extras.experts(is_cuda=is_cuda) for is_cuda in (False, True))
 LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
 
 
@@ -48,14 +47,20 @@ def experts_as_on_cuda(kind: str) -> str:
     """The setting for a kind of experts. After "sorted", fused ones are those of CUDA for a while:
     until the next call.
     """
-    used = DeviceExperts if kind == "sorted" else FusedExperts
+    used = ON_CUDA if kind == "sorted" else ON_CPU
     extras.experts = lambda *, is_cuda: used  # type: ignore[assignment]
     return "fused" if kind == "sorted" else kind
 
 
 def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
     """The policy of a config on a mesh that exists already."""
-    return Policy(config, device, mesh, ModelShape.read(config.model.path))
+    policy = Policy(config, device, mesh, ModelShape.read(config.model.path))
+    if config.model.experts == "fused":
+        layers = [layer.mlp for chunk in policy.chunks for layer in chunk.decoder.layers]
+        experts = [layer.experts for layer in layers if hasattr(layer, "experts")]
+        asked = extras.experts(is_cuda=device.is_cuda)
+        assert all(isinstance(each, asked) for each in experts), f"not {asked}: {experts}"
+    return policy
 
 
 def one_update(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
+from r3 import report
 from r3.config import to_yaml
 from r3.run.checkpointer import Checkpointer, Copy
 from r3.run.folder import RunDir, step_folders, write_eval, write_text
@@ -120,6 +125,30 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
     for step in (0, steps):
         write_eval(run_dir, step, "heldout", evaluated)
     return path
+
+
+def save_scores(run: Path, row: int, layers: int | slice = slice(None)) -> None:
+    """As `r3.rescore --save` writes them: all differences 0.5, other experts in a row of step 1."""
+    arrays = load_file(RunDir(run).rollouts(1).with_suffix(".safetensors"))
+    live = arrays["routed_experts"].copy()
+    live[row, layers] = (live[row, layers] + 1) % EXPERTS
+    shifted = arrays["logprobs"] + np.float32(0.5) * (arrays["loss_mask"] > 0)
+    save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
+
+
+def report_page(*words: object) -> str:
+    """The page of `r3.report`, without Plotly. The first word is the folder of a run."""
+    page = Path(str(words[0]), "report.html")
+    report.main([*map(str, words), "-o", str(page)])
+    return page.read_text(encoding="utf-8").replace(report.plotly_source(), "")
+
+
+def report_data(*words: object) -> dict[str, Any]:
+    """What the page of `r3.report` holds."""
+    holder = r'<script type="application/json" id="data">(.*?)</script>'
+    found = re.search(holder, report_page(*words), re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
 
 
 def publish(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from r3 import extras
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.judges.chat import parsed
@@ -16,12 +17,13 @@ from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
-from r3.tools.proof import sample_single_turn
 from r3.types import Prompt, Rollout
 from r3.user_code.calls import CallError
 from r3.user_code.workers import Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
+
+sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def asked_alone(
     for name, response in responses.items():
         prompt = talker.task.prompts.prompts[int(name.partition("/")[0])]
         question = replace(prompt, tokens_T=judge.tokens(response, prompt))
-        (reply,) = sample_single_turn(
+        (reply,) = sync_proof.sample_single_turn(
             talker.engine,
             [question],
             seeds=[0],

@@ -13,7 +13,7 @@ from r3 import assets
 from r3.config import from_yaml
 from r3.run.folder import step_folders
 from r3.run.result import Goal
-from r3.tools.view.runs import read_run
+from tests.run_folder import report_data
 from tests.runs import finish, rows_of, run, start, timeless
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -143,13 +143,13 @@ def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> No
     output = run_alone(folder, *flags, *patient)
     assert end in " ".join(output.split()) and [row["step"] for row in rows_of(folder)] == [0, 1, 2]
     assert (folder / "hf" / "step_000002").is_dir(), "exported as after a last step"
-    facts = read_run(folder)
-    assert facts.end.startswith(end)
+    (facts,) = report_data(folder)["runs"]
+    assert facts["notes"][0].startswith(end)
     config = from_yaml((folder / "config.yaml").read_text())
     assert (
         config.train.patience == 2
         and Goal(metric=METRIC, patience=2).end(Goal(metric=METRIC).values(rows_of(folder)))
-        == facts.end
+        == facts["notes"][0]
     )
     # Started again it has nothing to do; with more patience it goes on.
     before = (folder / "metrics.jsonl").read_bytes()

@@ -11,11 +11,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from r3 import extras
 from r3.config import Config
 from r3.layers import local_tokens
-from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
-from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import checkpoint
@@ -32,6 +31,10 @@ from tests.policies import (
     save_checkpoint,
 )
 from tests.tiny import tiny_config
+
+layers = extras.adapters()
+
+plan = extras.adapter_plan()
 
 TOTAL = 4  # updates of the schedule
 
@@ -63,7 +66,7 @@ def fill_b(policy: Policy) -> None:
     policy.merge_adapters()
 
 
-def adapters(policy: Policy) -> list[Adapter]:
+def adapters(policy: Policy) -> list[Any]:
     """All pairs of this rank."""
     return [each for chunk in policy.chunks for each in chunk.lora.adapters]
 
@@ -105,7 +108,7 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
     pairs = {
         name: (a.clone().requires_grad_(), b.clone().requires_grad_())
         for chunk in policy.chunks
-        for name, a, b in factors(chunk.lora)
+        for name, a, b in layers.factors(chunk.lora)
     }
     loss = transformers_loss(config, policy, batch, pairs)
     loss.backward()
@@ -153,14 +156,14 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
 
 
 def _starts_from(policy: Policy, batch: Batch, config: Config, folder: Path) -> bool:
-    ranks = adapted_tensors(policy.shape, config.lora)
+    ranks = plan.adapted_tensors(policy.shape, config.lora)
     facts = adapter_config(policy.shape, config.lora, ranks, config.model.path)
-    write_adapter(folder, factors(policy.chunks[0].lora), facts, config.lora)
+    write_adapter(folder, layers.factors(policy.chunks[0].lora), facts, config.lora)
     lora = replace(config.lora, start=str(folder))
-    assert adapter_fault(lora.start, policy.shape, ranks) == ""
+    assert plan.adapter_fault(lora.start, policy.shape, ranks) == ""
     other = {name: rank + 1 for name, rank in ranks.items()}
-    assert "tensors, such as" in adapter_fault(lora.start, policy.shape, other)
-    assert "is no folder of" in adapter_fault(str(folder / "x"), policy.shape, ranks)
+    assert "tensors, such as" in plan.adapter_fault(lora.start, policy.shape, other)
+    assert "is no folder of" in plan.adapter_fault(str(folder / "x"), policy.shape, ranks)
     then = Policy(replace(config, lora=lora), policy.device, policy.mesh, policy.shape)
 
     def same() -> bool:
@@ -287,7 +290,7 @@ def _quantised(device: Device, config: Config, out: Path) -> Quantised:
     with policy.reference_weights():
         reference = all(torch.equal(x, exported[name]) for name, x in stream.read())
     after = [tensor for _, tensor in stream.read()]
-    names = quantised_tensors(policy.shape)
+    names = plan.quantised_tensors(policy.shape)
     off = sum(float((exported[name] - model[name]).float().square().sum()) for name in names)
     policy.offload()
     made = [made for chunk in policy.chunks for made in chunk.lora.bases if made.layer]

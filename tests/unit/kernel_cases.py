@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from r3 import extras
 from r3.backends import expert_kernels
 from r3.layers import kernels
 
@@ -78,8 +79,7 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 
 def compare(device: str) -> Iterator[dict[str, Any]]:
     """Errors of every kernel, size and type."""
-    from r3.backends.cuda import triton_kernels
-
+    triton_kernels: Any = extras.triton_kernels()
     for dtype in (torch.float32, torch.bfloat16):
         for size in SIZES:
             for name, arguments in inputs(size, dtype, device).items():
@@ -100,8 +100,7 @@ SCALE = 1 / 0.7
 
 def output_layer(device: str) -> Iterator[dict[str, Any]]:
     """Errors of the output layer's sums and gradients against float64, by kernel and by torch."""
-    from r3.backends.cuda import triton_kernels
-
+    triton_kernels: Any = extras.triton_kernels()
     for dtype in (torch.float32, torch.bfloat16):
         for count, width, columns in LOGITS:
             generator = torch.Generator().manual_seed(0)
@@ -171,8 +170,7 @@ ROWS = [(130, 128, 4), (3, 1500, 5), (0, 16, 2)]
 
 def whole_rows(device: str) -> Iterator[dict[str, Any]]:
     """Errors of norms and rotations against plain torch in float64, by kernel and by torch."""
-    from r3.backends.cuda import triton_kernels
-
+    triton_kernels: Any = extras.triton_kernels()
     triton_kernels._PARTIAL_SUMS = 2
     for dtype in (torch.float32, torch.bfloat16):
         for count, width, heads in ROWS:
@@ -251,8 +249,7 @@ def compile_all() -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from r3.backends.cuda import triton_kernels
-
+    triton_kernels: Any = extras.triton_kernels()
     types = {name: kind for names, kind in ARGUMENTS.items() for name in names.split()}
     sizes = {}
     for name, variants in CONSTANTS.items():

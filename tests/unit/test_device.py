@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from r3.backends.cpu.memory import discard
-from r3.extras import device_problems
+from r3 import extras
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device, free_port, prepare_environment, seed_everything
 from r3.runtime.tensors import Stash, ipc_arguments, to_host
@@ -109,18 +108,18 @@ def test_expandable_segments_are_refused_under_both_names(
     config = tiny_config()
     shape = ModelShape.read(config.model.path)
     monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
-    (problem,) = device_problems(config, shape, is_cuda=True)
+    (problem,) = extras.device_problems(config, shape, is_cuda=True)
     assert problem.field == name and "memory handles" in problem.rule and name in problem.fix
-    assert device_problems(config, shape, is_cuda=False) == []
+    assert extras.device_problems(config, shape, is_cuda=False) == []
     monkeypatch.setenv(name, "expandable_segments:False")
-    assert device_problems(config, shape, is_cuda=True) == []
+    assert extras.device_problems(config, shape, is_cuda=True) == []
 
 
 def test_experts_that_the_grouped_product_refuses_on_cuda_are_refused() -> None:
     def found(width: int = 36, changes: dict[str, Any] | None = None, **other: Any) -> list[Any]:
         config = tiny_config(**({"model": {"dtype": "bfloat16"}} | (changes or {})))
         narrow = replace(ModelShape.read(config.model.path), moe_ffn_size=width, **other)
-        return device_problems(config, narrow, is_cuda=True)
+        return extras.device_problems(config, narrow, is_cuda=True)
 
     assert found(width=64) == []
     (problem,) = found()
@@ -145,7 +144,7 @@ def test_freed_memory_is_kept_for_the_next_tensor() -> None:
     """In a process of its own, because the choice holds until a process ends."""
     program = """
 import resource, torch
-from r3.backends.cpu.memory import keep_freed_memory
+from r3.extras import cpu_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -154,7 +153,7 @@ def faults():
 
 # The least of some calls: at first, pieces of other objects may be in the way.
 usual = min(faults() for _ in range(16))
-keep_freed_memory()
+cpu_memory().keep_freed_memory()
 print(usual, min(faults() for _ in range(16)))
 """
     done = subprocess.run(
@@ -174,7 +173,7 @@ def test_discarded_memory_leaves_and_reads_as_zeros(size: int) -> None:
     before, tensor, after = (torch.full((size,), 7, dtype=torch.uint8) for _ in range(3))
     storage, address = tensor.untyped_storage(), tensor.data_ptr()
     assert resident_bytes(storage) >= size
-    assert discard(storage)
+    assert extras.cpu_memory().discard(storage)
     assert resident_bytes(storage) <= 2 * PAGE  # the two that others use as well
     tensor[size // 2] = 3
     assert resident_bytes(storage) <= 3 * PAGE
@@ -190,11 +189,11 @@ def test_memory_of_files_and_other_processes_is_not_discarded(tmp_path: Path) ->
     of_file.fill_(7)
     small = torch.full((PAGE // 2,), 7, dtype=torch.uint8)  # no page of its own
     for tensor in (shared, of_file, small):
-        assert not discard(tensor.untyped_storage())
+        assert not extras.cpu_memory().discard(tensor.untyped_storage())
         assert bool((tensor == 7).all())
     locked = torch.full((8 * PAGE,), 7, dtype=torch.uint8)
     lock_page(locked.untyped_storage())
-    assert not discard(locked.untyped_storage())
+    assert not extras.cpu_memory().discard(locked.untyped_storage())
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -202,16 +201,15 @@ def test_much_freed_memory_goes_back_to_the_system_and_little_stays(ranks: int) 
     """In a process of its own, because the choice holds until a process ends."""
     program = """
 import torch
-from r3.backends.cpu import memory as module
-from r3.backends.cpu.memory import keep_freed_memory
+from r3.extras import cpu_memory
 from r3.runtime.device import Device
 from r3.runtime.limits import host_gib
 
-module.KEPT_SHARE = 0.25 / host_gib()  # 256 MiB for all ranks of the machine
+cpu_memory().KEPT_SHARE = 0.25 / host_gib()  # 256 MiB for all ranks of the machine
 device = Device(
     torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
 )
-keep_freed_memory()
+cpu_memory().keep_freed_memory()
 
 def returned(tensors):
     kept = [torch.ones(12 * 2**20) for _ in range(tensors)]  # 48 MiB each

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from r3 import RunError
+from r3 import RunError, extras
 from r3.agents import ApiError
 from r3.config import ConfigError, Problem
 from r3.data.prompts import DataError, NotRendered
 from r3.data.rows import Fault, RowProblem
 from r3.envs import ModelLimit
 from r3.run.ends import StoppedEarly
-from r3.tools.download import HubError
 from r3.user_code.calls import CallError, CallTimeout
 from tests.world import ROOT
+
+download = extras.downloads()
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +31,7 @@ EXCEPTIONS = {
     f"data: 1 problem\n  - {_ROW}": DataError([_ROW]),
     "stopped by SIGINT after step 3": StoppedEarly(3, "SIGINT"),
     "no rows. Fix: add some": Fault("no rows", "add some"),
-    "no such model. Fix: another name": HubError("no such model", "another name"),
+    "no such model. Fix: another name": download.HubError("no such model", "another name"),
     "it is not shown": NotRendered("it is not shown", "another template"),
     "no turns left": ModelLimit("turns", "no turns left"),
     "no such model": ApiError(404, "no such model", code="model_not_found", param="model"),

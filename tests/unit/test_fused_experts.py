@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.backends.cpu import fused_experts as fused_experts_cpu
-from r3.backends.cuda import fused_experts as fused_experts_cuda
-from r3.backends.dispatch import (
-    chosen_experts,
-    first_set,
-    needs_of,
-    owned_by_rank,
-    rows_by_rank,
-)
+from r3 import extras
 
 N, K, E, D, WIDTH = 37, 3, 6, 16, 24
+dispatch = extras.dispatch()
+fused_experts_cpu, fused_experts_cuda = (
+    sys.modules[extras.experts(is_cuda=is_cuda).__module__] for is_cuda in (False, True)
+)
 
 
 def _in_a_loop(*inputs: torch.Tensor) -> torch.Tensor:
@@ -200,15 +197,15 @@ def test_chosen_experts_are_those_of_the_map() -> None:
     expected_NK = torch.rand(N, E, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :K]
     routing_map = torch.zeros(N, E, dtype=torch.bool).scatter(1, expected_NK, True)
     expected_NK = expected_NK.sort(-1).values
-    assert torch.equal(chosen_experts(routing_map, K), expected_NK)
-    assert torch.equal(first_set(routing_map, K), expected_NK)  # on CUDA
+    assert torch.equal(dispatch.chosen_experts(routing_map, K), expected_NK)
+    assert torch.equal(dispatch.first_set(routing_map, K), expected_NK)  # on CUDA
 
 
 def test_a_token_with_another_number_of_experts_is_an_error() -> None:
     # As many experts in all: only the rows are wrong.
     routing_map = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
     with pytest.raises(AssertionError, match=r"\[1, 3\] experts each in the routing map, not 2"):
-        chosen_experts(routing_map, 2)
+        dispatch.chosen_experts(routing_map, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -224,14 +221,14 @@ def test_sums_of_ranks_are_added_in_float32_or_their_own_type(dtype: torch.dtype
 
 def test_sizes_count_the_tokens_and_slots_of_every_rank() -> None:
     experts_NK = torch.tensor([[0, 1], [2, 5], [1, 4], [4, 5]])
-    owned_RNK = owned_by_rank(experts_NK, ranks=3, local=2)
+    owned_RNK = dispatch.owned_by_rank(experts_NK, ranks=3, local=2)
     every = torch.zeros(4, dtype=torch.bool)
-    assert needs_of(owned_RNK, every, 2).sizes_R2.tolist() == [[2, 3], [1, 1], [3, 4]]
+    assert dispatch.needs_of(owned_RNK, every, 2).sizes_R2.tolist() == [[2, 3], [1, 1], [3, 4]]
     # The third token's route is not known: it goes to every rank, with two slots at most.
     unknown = torch.tensor([False, False, True, False])
-    needs = needs_of(owned_RNK, unknown, 2)
+    needs = dispatch.needs_of(owned_RNK, unknown, 2)
     assert needs.sizes_R2.tolist() == [[2, 4], [2, 3], [3, 5]]
-    rows = rows_by_rank(needs.needed_RN, 7, 2)
+    rows = dispatch.rows_by_rank(needs.needed_RN, 7, 2)
     assert rows.tokens_M.tolist() == [0, 2, 1, 2, 1, 2, 3]
     assert rows.firsts_M.tolist() == [0, 0, 2, 2, 4, 4, 4]
     assert rows.places_NR.tolist() == [[0, 7, 7], [7, 2, 4], [1, 3, 5], [7, 7, 6]]

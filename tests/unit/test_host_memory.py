@@ -8,16 +8,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from r3.backends.cuda import host_memory
-from r3.backends.cuda.host_memory import Registrar, page_locked, tensor_on
+from r3 import extras
 
 pytestmark = pytest.mark.unit
 
 PART = 1 << 16
+host_memory = extras.host_memory()
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Calls:
     by: list[str] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
 
-    def registrar(self) -> Registrar:
-        return Registrar(
+    def registrar(self) -> Any:
+        return host_memory.Registrar(
             begin=lambda: self.began.append(threading.current_thread().name),
             register=self.register,
             unregister=self.unregister,
@@ -69,7 +70,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_byte_is_touched_then_registered_once_and_then_released() -> None:
     calls = Calls()
     sizes = [5 * PART + 4, 12, 2 * PART]
-    blocks = [one.result(60) for one in page_locked(sizes, calls.registrar())]
+    blocks = [one.result(60) for one in host_memory.page_locked(sizes, calls.registrar())]
     assert sorted(size for _, size in calls.registered) == sorted(sizes)
     ends = sorted((address, address + size) for address, size in calls.registered)
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
@@ -77,7 +78,7 @@ def test_every_byte_is_touched_then_registered_once_and_then_released() -> None:
     # A thread that has registered is one that has begun, on this rank's GPU.
     assert set(calls.by) <= set(calls.began) and len(set(calls.began)) == len(calls.began)
 
-    tensor = tensor_on(blocks[0], torch.empty(3, 4, dtype=torch.bfloat16))
+    tensor = host_memory.tensor_on(blocks[0], torch.empty(3, 4, dtype=torch.bfloat16))
     view = tensor[1].fill_(2.0)
     of_tensor = tensor.data_ptr()
     del blocks, tensor
@@ -98,7 +99,7 @@ def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     # One thread alone would wait here for the other.
     calls = Calls(meanwhile=threading.Barrier(2, timeout=60).wait)
-    for block in page_locked([3 * PART] * 4, calls.registrar()):
+    for block in host_memory.page_locked([3 * PART] * 4, calls.registrar()):
         block.result(60)
     assert len(set(calls.by)) == 2
 
@@ -108,7 +109,7 @@ def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch
     for ranks, threads in ((1, 4), (2, 2), (8, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         calls = Calls()
-        for block in page_locked([2 * PART] * 8, calls.registrar()):
+        for block in host_memory.page_locked([2 * PART] * 8, calls.registrar()):
             block.result(60)
         # A pool starts a thread where none is idle.
         assert len(calls.began) <= threads
@@ -117,7 +118,7 @@ def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch
 def test_nothing_waits_for_memory_that_is_on_its_way() -> None:
     may_go_on = threading.Event()
     calls = Calls(meanwhile=lambda: may_go_on.wait(60))
-    blocks = page_locked([PART, PART], calls.registrar())
+    blocks = host_memory.page_locked([PART, PART], calls.registrar())
     assert not any(block.done() for block in blocks)
     may_go_on.set()
     assert [len(block.result(60)) for block in blocks] == [PART, PART]
@@ -128,7 +129,7 @@ def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> No
         raise RuntimeError("out of memory")
 
     calls = Calls(meanwhile=refuse)
-    (block,) = page_locked([PART], calls.registrar())
+    (block,) = host_memory.page_locked([PART], calls.registrar())
     with pytest.raises(RuntimeError, match="out of memory"):
         block.result(60)
     del block
@@ -136,9 +137,9 @@ def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> No
 
 
 def test_a_tensor_that_is_larger_than_its_memory_is_an_error() -> None:
-    (block,) = page_locked([16], Calls().registrar())
+    (block,) = host_memory.page_locked([16], Calls().registrar())
     with pytest.raises(ValueError, match="must not be greater than actual buffer length"):
-        tensor_on(block.result(60), torch.empty(5))
+        host_memory.tensor_on(block.result(60), torch.empty(5))
 
 
 def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +147,5 @@ def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="Invalid argument"):
         mmap.mmap(-1, PART).madvise(mmap.MADV_HUGEPAGE)
     calls = Calls()
-    (block,) = page_locked([3 * PART], calls.registrar())
+    (block,) = host_memory.page_locked([3 * PART], calls.registrar())
     assert len(block.result(60)) == 3 * PART and calls.resident == [True]

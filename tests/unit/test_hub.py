@@ -21,16 +21,15 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from r3 import assets
+from r3 import assets, extras
 from r3.cli import parse as cli
 from r3.models.hf_checkpoint import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
-from r3.tools import download
-from r3.tools.download import HubError
 from tests.hub import Hub, serving, sha_of
 
 pytestmark = pytest.mark.unit
 
+download = extras.downloads()
 NAME = "hub:owner/tiny"
 WEIGHTS = "model.safetensors"
 
@@ -142,7 +141,9 @@ def test_a_model_in_the_cache_needs_no_network_and_stays_as_it_is(
     assert fetch() == first
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch() == first
-    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE forbids.*hf download owner/tiny --rev"):
+    with pytest.raises(
+        download.HubError, match=r"HF_HUB_OFFLINE forbids.*hf download owner/tiny --rev"
+    ):
         fetch(f"{NAME}@v2")
 
 
@@ -241,7 +242,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(
 
 def test_weights_in_another_format_are_named(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "tiny" / WEIGHTS).rename(tmp_path / "tiny" / "pytorch_model.bin")
-    with pytest.raises(HubError, match=r"has no \*\.safetensors files"):
+    with pytest.raises(download.HubError, match=r"has no \*\.safetensors files"):
         fetch()
 
 

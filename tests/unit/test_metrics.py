@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from r3 import extras
 from r3.metrics import (
     GLOSSARY,
     DeadExperts,
@@ -54,8 +56,6 @@ from r3.metrics.console import (
 )
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
-from r3.tools.help import columns as columns_help
-from r3.tools.tensorboard import LOW, STEPS, Grid, heat_strip, scale_end
 from r3.tools.view.samples import sample_of
 from r3.tools.view.terminal import conversation
 from tests.tiny import tiny_config
@@ -278,55 +278,53 @@ def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -
         assert row["routing/agreement_layer/12"] == 0.6
     drawn.close()
     pictures = events(tmp_path).Images("routing/agreement_layer")
-    assert [(picture.step, picture.width, picture.height) for picture in pictures] == [
-        (1, *Grid(columns=1, rows=2).size),
-        (2, *Grid(columns=2, rows=2).size),
-    ]
+    assert [picture.step for picture in pictures] == [1, 2]
     assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
 
 
 WHITE, RED, GREY = [244, 244, 242], [140, 29, 24], [190, 190, 190]
 
 
-def test_a_cell_shows_the_agreement_of_its_step_and_layer() -> None:
-    history = [(1, {2: 1.0, 10: LOW, 11: LOW}), (2, {2: (1 + LOW) / 2, 11: 1.0})]
-    image, grid = heat_strip(history), Grid(columns=2, rows=3)
-    assert image.shape == (*reversed(grid.size), 3) and image.dtype == "uint8"
-
-    def pixel(column: int, row: int) -> list[int]:
-        x, y = grid.middle(column, row)
-        return image[y, x].tolist()
-
-    assert [pixel(0, row) for row in range(3)] == [WHITE, RED, RED]
-    assert [pixel(1, row) for row in range(3)] == [[192, 136, 133], GREY, WHITE]
-
-
-def test_the_scale_reaches_down_to_the_lowest_agreement() -> None:
-    assert scale_end([0.95, 0.99]) == LOW and scale_end([0.36, float("nan")]) == 0.3
-    image, grid = heat_strip([(1, {0: 0.3, 1: 0.86})]), Grid(columns=1, rows=2)
-    low, middle = ([int(c) for c in image[grid.middle(0, row)[::-1]]] for row in (0, 1))
-    assert (low, middle) == (RED, [223, 201, 198])
+def picture(folder: Path, *steps: dict[int, float]) -> np.ndarray:
+    """TensorBoard's newest picture of the agreement by step and layer."""
+    drawn = meter(folder, log={"tensorboard": True})
+    for step, by_layer in enumerate(steps, 1):
+        for layer, agreement in by_layer.items():
+            drawn.add({f"routing/agreement_layer/{layer}": Mean(agreement, 1.0)})
+        drawn.close_step(step)
+    drawn.close()
+    *_, newest = events(folder).Images("routing/agreement_layer")
+    return np.asarray(Image.open(io.BytesIO(newest.encoded_image_string)))
 
 
-def test_axes_and_legend_have_ink_and_the_legend_both_ends() -> None:
-    image = heat_strip([(1, {0: 1.0}), (2, {0: 1.0})])  # agreement of 1 alone: no red in the cells
-    width, below = image.shape[1], Grid(columns=2, rows=1).middle(0, 0)[1] + 25
+def middle(image: np.ndarray, colour: list[int]) -> list[float]:
+    """Row and column of the middle of all pixels of a colour, beside the legend."""
+    places = np.argwhere((image[:, :-100] == colour).all(-1))
+    assert len(places) > 100, f"no cell of {colour}"
+    return places.mean(0).tolist()
+
+
+def test_a_cell_shows_the_agreement_of_its_step_and_layer(tmp_path: Path) -> None:
+    image = picture(tmp_path, {2: 1.0, 10: 0.8, 11: 0.8}, {2: 0.9, 11: 1.0})
+    # The first layer is at the bottom: red is layers 10 and 11, the others are of the second step.
+    (red_y, red_x), (half_y, half_x) = (middle(image, each) for each in (RED, [192, 136, 133]))
+    grey_y, grey_x = middle(image, GREY)
+    assert red_y < grey_y < half_y and red_x < grey_x and abs(grey_x - half_x) < 5
     assert (image[:, :50] < 100).any(), "labels of the layers"
-    assert (image[below:, : width - 100] < 100).any(), "labels of the steps"
-    legend = image[:, width - 60].tolist()
+    legend = image[:, -60].tolist()
     assert RED in legend and WHITE in legend
 
 
-@pytest.mark.parametrize(("steps", "layers"), [(1, 1), (STEPS, 61)])
-def test_few_and_many_cells_fit(steps: int, layers: int) -> None:
-    history = [(step, dict.fromkeys(range(layers), 0.9)) for step in range(steps)]
-    height, width, _ = heat_strip(history).shape
+def test_the_scale_reaches_down_to_the_lowest_agreement(tmp_path: Path) -> None:
+    image = picture(tmp_path, {0: 0.3, 1: 0.86})
+    assert middle(image, RED)[0] > middle(image, [223, 201, 198])[0]
+    high = picture(tmp_path / "high", {0: 1.0})
+    assert RED not in high[:, :-100].reshape(-1, 3).tolist() and RED in high[:, -60].tolist()
+
+
+def test_many_layers_fit(tmp_path: Path) -> None:
+    height, width, _ = picture(tmp_path, dict.fromkeys(range(61), 0.9)).shape
     assert 150 < height < 450 and 300 < width < 700
-
-
-def test_nothing_to_draw_is_refused() -> None:
-    with pytest.raises(ValueError, match="no step has the agreement"):
-        heat_strip([(1, {})])
 
 
 def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
@@ -503,7 +501,7 @@ def test_every_column_is_explained_in_help_and_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for column in COLUMNS:
         assert f"| `{column.title}` | " in page
-        assert f"\n  {column.title} " in columns_help()
+        assert f"\n  {column.title} " in extras.help_texts().columns()
 
 
 def test_a_share_just_below_one_is_not_shown_as_one() -> None:
