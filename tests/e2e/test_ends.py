@@ -107,14 +107,8 @@ def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight
     assert (straight / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
     exported = subprocess.run(
         [
-            interpreter(),
-            "-m",
-            "r3.export",
-            str(straight),
-            "--step",
-            "best",
-            "--to",
-            str(straight / "x"),
+            *(interpreter(), "-m", "r3.export", str(straight), "--step", "best"),
+            *("--to", str(straight / "x")),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -129,14 +123,8 @@ def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> No
     folder = tmp_path / "run"
     # With this learning rate float32 weights, and so the evaluations, stay what they are.
     flags = (
-        *SMALL,
-        *BEST,
-        "--train.lr",
-        "1e-20",
-        "--train.steps",
-        "50",
-        "--checkpoint.export",
-        "true",
+        *(*SMALL, *BEST, "--train.lr", "1e-20", "--train.steps", "50"),
+        *("--checkpoint.export", "true"),
     )
     patient = ("--train.patience", "2")
     end = "stopped after step 2: eval/heldout/accuracy was best after step 0"

@@ -138,12 +138,8 @@ def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_pa
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
     """A distillation, so that the teacher is resumed too; its rewards are only reported."""
     flags = (
-        "--train.steps",
-        "4",
-        "--rollout.prompts_per_step",
-        "8",
-        "--rollout.step_token_budget",
-        "16",
+        *("--train.steps", "4", "--rollout.prompts_per_step", "8"),
+        *("--rollout.step_token_budget", "16"),
     )
     flags += ("--rollout.max_staleness", "2", "--algo.correction", "token_tis", "--eval.path", "")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")

@@ -44,20 +44,11 @@ def vllm_server() -> Iterator[str]:
     """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
     port = free_port()
     command = [
-        interpreter(),
-        "-m",
-        "tests.vllm_server",
-        "--model",
-        str(assets.TINY_MOE),
+        *(interpreter(), "-m", "tests.vllm_server", "--model", str(assets.TINY_MOE)),
     ]
     command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
     command += [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "16",
+        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
         "--enforce-eager",
     ]
     command += ["--kv-cache-memory-bytes", str(2**25)]

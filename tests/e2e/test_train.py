@@ -171,10 +171,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: 
 
 def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     expected = [
-        "config.yaml",
-        "metrics.jsonl",
-        "tensorboard",
-        "rollouts/step_000001.jsonl",
+        *("config.yaml", "metrics.jsonl", "tensorboard", "rollouts/step_000001.jsonl"),
         "rollouts/step_000001.safetensors",
     ]
     expected += [
@@ -221,19 +218,8 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
         *("--eval.only", "--eval.path", held_out, held_out, held_out),
         *("--eval.name", "heldout", "sampled", "game", "--eval.env", "", "", "guess_number"),
         *("--eval.samples", "1", "4", "1", "--eval.temperature", "0", "1", "0"),
-        *(
-            "--eval.max_prompts",
-            "0",
-            "32",
-            "4",
-            "--eval.pass_at",
-            "1",
-            "2",
-            "--eval.max_tokens",
-            "0",
-            "8",
-            "40",
-        ),
+        *("--eval.max_prompts", "0", "32", "4", "--eval.pass_at", "1", "2"),
+        *("--eval.max_tokens", "0", "8", "40"),
     )
     assert (
         f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training"
@@ -287,12 +273,8 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = [
-        ROOT / "launch" / "local.sh",
-        "tiny-smoke",
-        "--data.path",
-        "rows.jsonl",
-        "--eval.path",
-        "",
+        *(ROOT / "launch" / "local.sh", "tiny-smoke", "--data.path", "rows.jsonl"),
+        *("--eval.path", ""),
     ]
     environment = os.environ | {"PYTHON": interpreter(), "NPROC": "2"}
     done = subprocess.run(
@@ -320,26 +302,10 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
     run(
         tmp_path / "r2",
-        *(
-            "--train.steps",
-            "2",
-            "--train.updates_per_step",
-            "2",
-            "--replay.mode",
-            "r2",
-            "--algo.kl_coef",
-            "0.01",
-        ),
-        *(
-            "--algo.correction",
-            "token_tis",
-            "--model.recompute",
-            "full",
-            "--eval.path",
-            "",
-            "--parallel.ep",
-            "1",
-        ),
+        *("--train.steps", "2", "--train.updates_per_step", "2", "--replay.mode", "r2"),
+        *("--algo.kl_coef", "0.01"),
+        *("--algo.correction", "token_tis", "--model.recompute", "full", "--eval.path", ""),
+        *("--parallel.ep", "1"),
         *("--algo.aggregation", "sequence", "--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "r2")
@@ -354,41 +320,15 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
 def test_sequence_losses_work_under_context_parallelism(tmp_path: Path) -> None:
     run(
         tmp_path / "run",
-        *(
-            "--train.steps",
-            "2",
-            "--train.updates_per_step",
-            "2",
-            "--eval.path",
-            "",
-            "--parallel.ep",
-            "1",
-        ),
+        *("--train.steps", "2", "--train.updates_per_step", "2", "--eval.path", ""),
+        *("--parallel.ep", "1"),
         *("--parallel.cp", "2", "--algo.loss", "gspo", "--algo.aggregation", "sequence"),
-        *(
-            "--algo.clip_low",
-            "3e-4",
-            "--algo.clip_high",
-            "4e-4",
-            "--algo.correction",
-            "sequence_mis",
-        ),
-        *(
-            "--algo.advantage",
-            "reinforce_pp_baseline",
-            "--algo.kl_coef",
-            "0.01",
-            "--algo.kl_in",
-            "reward",
-        ),
-        *(
-            "--algo.kl_estimator",
-            "k1",
-            "--algo.overlong_buffer",
-            "20",
-            "--algo.overlong_filter",
-            "True",
-        ),
+        *("--algo.clip_low", "3e-4", "--algo.clip_high", "4e-4"),
+        *("--algo.correction", "sequence_mis"),
+        *("--algo.advantage", "reinforce_pp_baseline", "--algo.kl_coef", "0.01"),
+        *("--algo.kl_in", "reward"),
+        *("--algo.kl_estimator", "k1", "--algo.overlong_buffer", "20"),
+        *("--algo.overlong_filter", "True"),
         *("--replay.reference", "True", "--log.rollouts_every", "1"),
         *("--rollout.prompts_per_step", "8"),
     )

@@ -104,10 +104,7 @@ class Shared(Device):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            ValueError("Free memory on device cuda:0 (20/80 GiB) on"),
-            "does not fit beside the other",
-        ),
+        (ValueError("Free memory on device cuda:0 (20/80 GiB) on"), "does not fit beside the"),
         (AssertionError("Memory usage increased after sleeping."), "another process took memory"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from r3.run.watchdog import ENDS_RANK
-from tests.forked_ranks import ForkedRank, fork_ranks, preload
+from tests.forked_ranks import ForkedRank
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -34,9 +34,6 @@ if word == "facts":
         "shown_as": open("/proc/self/comm").read().strip(),
     }
     json.dump(facts, open(out, "w"))
-elif word == "sleep":
-    import time
-    time.sleep(60)
 elif word == "raise":
     raise KeyError("what went wrong")
 elif word == "interrupt":
@@ -70,13 +67,8 @@ def rank(script: Path, word: str, out: str = "") -> ForkedRank:
 @pytest.mark.parametrize(
     ("word", "code", "said"),
     [
-        ("two", 2, ""),
-        ("none", 0, ""),
-        ("text", 1, "a last word\n"),
-        ("raise", 1, "KeyError: 'what went wrong'\n"),
-        ("interrupt", 130, ""),
-        ("leave", 75, ""),
-        ("closed", 3, ""),
+        *(("two", 2, ""), ("none", 0, ""), ("text", 1, "a last word\n"), ("interrupt", 130, "")),
+        *(("raise", 1, "KeyError: 'what went wrong'\n"), ("leave", 75, ""), ("closed", 3, "")),
     ],
 )
 def test_exit_codes_and_messages_are_those_of_a_program(
@@ -105,72 +97,6 @@ def test_a_rank_has_an_environment_session_and_name_of_its_own(
     }
 
 
-def test_waiting_for_a_rank_ends_in_time_and_a_signal_is_its_code(script: Path) -> None:
-    sleeping = rank(script, "sleep")
-    with pytest.raises(subprocess.TimeoutExpired):
-        sleeping.wait(0.1)
-    assert sleeping.poll() is None
-    os.killpg(sleeping.pid, signal.SIGKILL)
-    assert sleeping.wait(30) == sleeping.poll() == -signal.SIGKILL
-
-
-IN_FORK = """
-import os, signal, sys
-from tests.forked_ranks import ForkedRank
-
-class Stop(Exception):
-    pass
-
-def stop(*_):
-    raise Stop
-
-signal.signal(signal.SIGUSR1, stop)
-os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGUSR1))
-try:
-    ForkedRank((sys.executable, "-u", sys.argv[1], "sleep", ""), {"RANK": "0"})
-except Stop:
-    print("stopped")
-pid, status = os.waitpid(-1, 0)
-print(os.waitstatus_to_exitcode(status) == -signal.SIGUSR1)
-"""
-
-
-def test_torch_hears_the_names_that_it_would_read_from_all_frames(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    monkeypatch.setattr(
-        SubprocessHandler, "_popen", SubprocessHandler._popen
-    )  # restored at the end
-    theirs = dynamic_rendezvous.get_method_name
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", theirs)
-    fork_ranks()
-    assert dynamic_rendezvous.get_method_name is not theirs
-
-    def record() -> list[str]:
-        return [theirs(), dynamic_rendezvous.get_method_name()]
-
-    assert record() == [test_torch_hears_the_names_that_it_would_read_from_all_frames.__name__] * 2
-
-
-def test_a_signal_that_arrives_in_the_fork_is_not_lost(script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_FORK, script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.stdout, done.stderr) == ("stopped\nTrue\n", "")
-
-
-def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
-    with pytest.raises(AssertionError, match="must be a Python program, not /bin/sh"):
-        ForkedRank(("/bin/sh", str(script)), {})
-
-
 # Forked from a process that has called `preload`, and has imported what runs need beside.
 LOADED = """
 import sys
@@ -191,12 +117,6 @@ def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     # The second ones still can be imported.
     assert (done.returncode, done.stdout) == (0, "True False\n[] True\n"), done.stderr
-
-
-def test_ranks_with_gpus_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("r3.runtime.device.has_gpu", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA does not survive a fork"):
-        preload()
 
 
 @pytest.mark.parametrize("ranks", [["--nproc_per_node", "3"], ["--nproc-per-node=3"]])

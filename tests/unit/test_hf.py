@@ -102,12 +102,8 @@ def test_interleaving_puts_each_group_of_queries_before_its_key_and_value(tmp_pa
     with CheckpointReader(tmp_path) as reader:
         load([_slot("qkv", ["q", "k", "v"], second, 1, 2)], reader.read, SHAPE)
     expected = [
-        *range(16, 24),
-        *range(108, 112),
-        *range(208, 212),
-        *range(24, 32),
-        *range(112, 116),
-        *range(212, 216),
+        *(*range(16, 24), *range(108, 112), *range(208, 212), *range(24, 32), *range(112, 116)),
+        *(*range(212, 216),),
     ]
     assert second[:, 0].tolist() == expected
 

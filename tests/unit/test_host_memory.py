@@ -136,12 +136,6 @@ def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> No
     assert calls.registered == calls.released == []
 
 
-def test_a_tensor_that_is_larger_than_its_memory_is_an_error() -> None:
-    (block,) = host_memory.page_locked([16], Calls().registrar())
-    with pytest.raises(ValueError, match="must not be greater than actual buffer length"):
-        host_memory.tensor_on(block.result(60), torch.empty(5))
-
-
 def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # no system knows this advice
     with pytest.raises(OSError, match="Invalid argument"):

@@ -79,22 +79,14 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
 @pytest.mark.parametrize(
     ("values", "field", "rule"),
     [
-        (
-            {"lora.targets": ["attention", "shared"]},
-            "lora.targets",
-            "include shared, which this model",
-        ),
+        ({"lora.targets": ["attention", "shared"]}, "lora.targets", "include shared, which this"),
         ({"lora.targets": "router", "train.freeze": "*.gate.weight"}, "lora.targets", "nothing to"),
         ({"lora.targets": ""}, "lora.targets", "is empty"),
         ({"lora.start": "/nowhere"}, "lora.start", "is no folder of a PEFT adapter"),
         ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
         ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
         ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
-        (
-            {"model.base": "int8", "lora.rank": "0"},
-            "model.base",
-            "without lora.rank all are trained",
-        ),
+        ({"model.base": "int8", "lora.rank": "0"}, "model.base", "without lora.rank all are"),
         ({"model.experts": "sequential"}, "model.experts", "all experts of a rank as one tensor"),
         ({"parallel.etp": "2", "parallel.ep": "1"}, "parallel.etp", "neither 1 nor parallel.tp"),
         (
@@ -278,15 +270,8 @@ ALL = LoraConfig().targets
 OWN = ("attention", "experts")
 CONVERTED = (
     *("qwen3_moe", "olmoe", "qwen3_next", "mixtral", "deepseek_v3", "glm-4.5-air"),
-    *(
-        "glm-4.7-flash",
-        "minimax-m2",
-        "ernie4_5_moe",
-        "deepseek_v3.2",
-        "glm-5",
-        "solar_open",
-        "dots1",
-    ),
+    *("glm-4.7-flash", "minimax-m2", "ernie4_5_moe", "deepseek_v3.2", "glm-5", "solar_open"),
+    "dots1",
 )
 _GATE_UP, _DOWN = "*.experts.*.{gate,up}_proj.*", "*.experts.*.down_proj.*"
 

@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -48,16 +50,12 @@ from r3.metrics import (
 from r3.metrics.console import (
     COLUMNS,
     Console,
-    columns_for,
-    duration_text,
     notes,
     stage,
     step_line,
 )
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
-from r3.tools.view.samples import sample_of
-from r3.tools.view.terminal import conversation
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -102,29 +100,12 @@ def test_explain(key: str, name: str) -> None:
     assert explain(key) == GLOSSARY[name]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "eval//accuracy",
-        "env/2",
-        "env/a/b",
-        "eval/a/b/accuracy",
-        "eval/a/pass_at_0",
-        "eval/a/pass_at_K8",
-        "loss",
-        "",
-    ],
-)
-def test_an_unknown_key_is_an_error(key: str) -> None:
-    with pytest.raises(UnknownMetricError):
-        explain(key)
-    with pytest.raises(UnknownMetricError):
-        is_wall_clock(key)
-    with pytest.raises(UnknownMetricError):
-        meter().add({key: Sum(1.0)})
-
-
-def test_an_unknown_key_names_the_nearest() -> None:
+def test_an_unknown_key_is_an_error() -> None:
+    keys = "eval//accuracy env/2 env/a/b eval/a/b/accuracy eval/a/pass_at_0 eval/a/pass_at_K8 loss"
+    refusing = (explain, is_wall_clock, lambda key: meter().add({key: Sum(1.0)}))
+    for key, refuse in product((*keys.split(" "), ""), refusing):
+        with pytest.raises(UnknownMetricError):
+            refuse(key)
     with pytest.raises(UnknownMetricError, match=r"'rewards/mean': did you mean 'reward/mean'\?"):
         explain("rewards/mean")
 
@@ -469,12 +450,16 @@ ROW = {
 
 
 def test_a_log_file_gets_labelled_figures() -> None:
-    assert step_line(ROW, 12, 40, eta_s=90) == (
+    assert step_line(ROW, 12, 40, eta_s=7200) == (
         "step 12/40  reward 0.613  k3 1.2e-07  tokens 18.3  grad 0.82  agree 1.000"
-        "  gen 0.9s  train 1.4s  sync 0.1s  left 90s"
+        "  gen 0.9s  train 1.4s  sync 0.1s  left 2.0h"
     )
     evaluated = {"eval/heldout/accuracy": 0.328, "eval/heldout/pass_at_8": 0.7}
     assert step_line(evaluated, 0, 40) == "step 0/40  eval 0.328  heldout pass_at_8 0.700"
+    # Coverage is silent while it is 1, and a share just below is not shown as 1.
+    for value, shown in ((0.99996, "coverage 0.999"), (math.nan, "coverage nan")):
+        assert shown in step_line({"routing/coverage": value}, 1, 1)
+    assert "coverage" not in step_line({"routing/coverage": 1.0}, 1, 1)
 
 
 def test_a_line_of_a_log_file_is_not_wide_and_keeps_what_matters() -> None:
@@ -504,15 +489,6 @@ def test_every_column_is_explained_in_help_and_docs() -> None:
         assert f"\n  {column.title} " in extras.help_texts().columns()
 
 
-def test_a_share_just_below_one_is_not_shown_as_one() -> None:
-    assert "coverage 0.999" in step_line({"routing/coverage": 0.99996}, 1, 1)
-    assert "coverage nan" in step_line({"routing/coverage": math.nan}, 1, 1)
-
-
-def test_coverage_is_silent_while_it_is_one() -> None:
-    assert "coverage" not in step_line({"routing/coverage": 1.0}, 1, 1)
-
-
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
 def test_the_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -528,39 +504,6 @@ def test_the_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch
         assert title in lines[0]
 
 
-def test_more_figures_are_shown_where_there_is_room() -> None:
-    keys = {key for column in COLUMNS for key in column.keys}
-    narrow, wide = columns_for(80, keys), columns_for(160, keys)
-    assert len(narrow) < len(wide) == len(COLUMNS)
-    assert [column for column in wide if column in narrow] == list(narrow)  # the order stays
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (99, "99s"), (600, "10m"), (7200, "2.0h"), (200000, "2.3d")]
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
-
-
-SAMPLE = sample_of(
-    0,
-    {
-        "prompt_id": "rows.jsonl:7",
-        "group": 0,
-        "sample_index": 3,
-        "messages": [
-            {"role": "user", "content": "1+1? " + "word " * 30},
-            {"role": "assistant", "content": "[bold] 1+1=2\n#### 2"},
-        ],
-        "reference": "#### 2",
-        "reward": 1.0,
-        "advantage": 0.5,
-        "finish_reason": "stop",
-        "response_tokens": 9,
-    },
-)
-
-
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_a_sample_is_shown_in_colours_or_as_plain_lines(
     stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
@@ -568,16 +511,15 @@ def test_a_sample_is_shown_in_colours_or_as_plain_lines(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as CI does; a file has no colours nevertheless
-    meter(stream=stream).console.show(conversation(SAMPLE))
+    meter(stream=stream).console.show(Text("[bold] 1+1=2\n" + "word " * 30, style="cyan"))
     text = stream.getvalue()
-    assert "reward 1  advantage +0.500  finish stop  9 sampled tokens" in text
-    assert "  [bold] 1+1=2" in text and "  #### 2" in text
+    assert "[bold] 1+1=2" in text
     if stream.isatty():
         assert "\x1b[" in text
     else:
         assert "\x1b[" not in text
         lines = text.splitlines()
-        assert max(map(len, lines)) == 100
+        assert 90 < max(map(len, lines)) <= 100
         assert not [line for line in lines if line != line.rstrip()]
 
 

@@ -159,12 +159,7 @@ def test_rope_keys_of_published_gpt_oss_are_read(folders: dict[str, Path]) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
-        "llama3.1",
-        "qwen3-yarn",
-        "deepseek_v3",
-        "glm-4.5",
-        "minimax-m2",
+        *("llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "minimax-m2"),
         "qwen3-untruncated",
     ],
 )
@@ -199,12 +194,9 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
 
 
 def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
-    assert ModelShape.read(folders["moonlight"]).kv_values(1) == 3 * (32 + 8)
+    for name in ("moonlight", "glm-4.7-flash"):
+        assert ModelShape.read(folders[name]).kv_values(1) == 3 * (32 + 8)
     assert ModelShape.read(folders["llama"]).kv_values(1) == 2 * 3 * 4 * 8
-
-
-def test_latent_attention_of_glm_flash_caches_one_vector_too(folders: dict[str, Path]) -> None:
-    assert ModelShape.read(folders["glm-4.7-flash"]).kv_values(1) == 3 * (32 + 8)
 
 
 def test_windows_bound_the_cache_as_vllm_allocates_it(tmp_path: Path) -> None:
@@ -380,33 +372,16 @@ def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -
     stack = "model.layers.1.block_sparse_moe.output_linear.weight"
     faults = shape.faults(tensors | {stack: (8, 64, 39)})
     assert f"{stack} has shape (8, 64, 39), config.json implies (8, 64, 40)" in faults
-    assert f"missing {stack}" in shape.faults(
-        {name: size for name, size in tensors.items() if name != stack}
-    )
-
-
-def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
-    shape = ModelShape.read(folders["mixtral"])
-    tensors = dict(shape.tensor_shapes)
-    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    tensors["model.layers.0.block_sparse_moe.gate.weight"] = (9, 64)
+    del tensors[stack]
     tensors["model.layers.0.self_attn.q_proj.bias"] = (64,)
-    assert shape.faults(tensors) == [
-        "missing model.layers.1.block_sparse_moe.experts.3.w2.weight",
-        "unknown model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.block_sparse_moe.gate.weight has shape (9, 64), "
-        "config.json implies (8, 64)",
-    ]
+    faults = shape.faults(tensors)
+    assert faults == [f"missing {stack}", "unknown model.layers.0.self_attn.q_proj.bias"]
 
 
 @pytest.mark.parametrize(
     ("name", "keys", "rule"),
     [
-        (
-            "llama",
-            {"architectures": ["GPT2LMHeadModel"]},
-            "known are Qwen3MoeForCausalLM, .*LlamaForCausalLM",
-        ),
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "known are Qwen3MoeForCausalLM,"),
         # Ling 2.6 is published with this architecture, and has linear attention.
         ("ling", {"model_type": "bailing_hybrid"}, "model_type 'bailing_hybrid' is not supported"),
         ("ling", {"rotary_dim": 16}, "rotary_dim 16 is not supported, only 8 is"),
@@ -414,16 +389,8 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("ling", {"norm_head": True}, "norm_head is not supported"),
         ("glm-5", {"index_topk": None}, "key index_topk must be a positive integer, got None"),
         ("glm-5", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types .* is not supported"),
-        (
-            "llama",
-            {"model_type": "mistral"},
-            "model_type 'mistral' is not supported, only 'llama' is",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_type 'longrope' is not supported, only",
-        ),
+        ("llama", {"model_type": "mistral"}, "model_type 'mistral' is not supported, only"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not"),
         (
             "llama",
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
@@ -445,31 +412,19 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "partial_rotary_factor 0.5",
         ),
         ("qwen3-yarn", {"max_position_embeddings": 257}, "no rotations for the last positions"),
-        (
-            "moonlight",
-            {"rope_parameters": LLAMA3},
-            "rope_type 'llama3' is not supported with latent attention",
-        ),
+        ("moonlight", {"rope_parameters": LLAMA3}, "rope_type 'llama3' is not supported with"),
         (
             "deepseek_v3",
             {"rope_parameters": YARN | {"attention_factor": 1.0}},
             "attention_factor is not supported",
         ),
-        (
-            "deepseek_v3",
-            {"rope_parameters": YARN | {"truncate": False}},
-            "truncate False is not supported",
-        ),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate False is not"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, "must be given and equal"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "must be given and equal"),
         ("llama", {"attention_bias": True}, "attention_bias is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu' is"),
-        (
-            "llama",
-            {"num_key_value_heads": 3},
-            "num_attention_heads 8 is no multiple of num_key_value_heads 3",
-        ),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"bias": True, "qkv_bias": True}, "bias is not supported yet; qkv_bias is not"),
         ("llama", {"logit_scale": 0.5}, "logit_scale 0.5 is not supported, only 1.0 is"),
@@ -487,11 +442,7 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("dots1", {"scoring_func": "softmax"}, "only 'sigmoid' or 'noaux_tc' is"),
         ("moonlight", {"scoring_func": "noaux_tc"}, "only 'sigmoid' is"),
         ("minimax-m2", {"attn_type_list": [0, 1, 1]}, r"attn_type_list \[0, 1, 1\] is not supp"),
-        (
-            "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types other than",
-        ),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other"),
         (
             "qwen3",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
@@ -501,11 +452,7 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("qwen2_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("olmoe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("mixtral", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
-        (
-            "moonlight",
-            {"num_key_value_heads": 4},
-            "num_key_value_heads 4 is not supported, only 8 is",
-        ),
+        ("moonlight", {"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported, only"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is not supported"),
         ("mixtral", {"num_experts_per_tok": 1}, "no router can learn"),
@@ -513,20 +460,12 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob True is not supported, only False is"),
         ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06 is not supported, only 1e-05 is"),
-        (
-            "moonlight",
-            {"scoring_func": "softmax"},
-            "scoring_func 'softmax' is not supported, only 'sigmoid' is",
-        ),
+        ("moonlight", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported,"),
         ("moonlight", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("moonlight", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("moonlight", {"rope_interleave": False}, "rope_interleave False is not supported"),
-        (
-            "moonlight",
-            {"kv_lora_rank": None},
-            "key kv_lora_rank must be a positive integer, got None",
-        ),
+        ("moonlight", {"kv_lora_rank": None}, "key kv_lora_rank must be a positive integer, got"),
         ("deepseek_v3", {"n_group": 3}, "16 experts do not make n_group 3 groups"),
         ("deepseek_v3", {"topk_group": 3}, "num_experts_per_tok 4 // topk_group 3 must be 2"),
         (
@@ -535,11 +474,7 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "partial_rotary_factor 0.25 of head_dim 12 rotates 3 dimensions",
         ),
         ("glm-4.5-air", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
-        (
-            "glm-4.5-air",
-            {"partial_rotary_factor": 1.0},
-            "partial_rotary_factor 0.5 in rope_parameters contradicts 1.0 in config.json",
-        ),
+        ("glm-4.5-air", {"partial_rotary_factor": 1.0}, "factor 0.5 in .* contradicts 1.0"),
         ("glm-4.7-flash", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types .* not supported"),
         (
             "glm-4.7-flash",
