@@ -1,7 +1,8 @@
 """Small checkpoints laid out as their authors publish them: the rows of the matrix of families.
 
-To add one, write one entry in `LAYOUTS`. Sizes are those of `tests.families`, `keys` are the other
-keys of the published config.json, also those that transformers leaves out. Weights are random. The
+To add one, write one entry in `_LAYOUTS`, and in published.json the keys of its published files.
+Sizes are those of `tests.families`, `keys` are the others of config.json, also those that
+transformers leaves out. Weights are random. The
 files are two shards with an index, in the published data type, with tensors that R3 leaves out.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +19,7 @@ import torch
 
 from r3 import assets
 from r3.models import families
-from tests.families import (
-    FAMILIES,
-    HALF_ENGINE_FAMILIES,
-    engine_sizes,
-    family,
-    glm_keys,
-    in_ling,
-)
+from tests.families import FAMILIES, HALF_ENGINE_FAMILIES, engine_sizes, family, glm_keys, in_ling
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,7 +73,7 @@ class Published:
 
     Attributes:
         family: name in `tests.families.FAMILIES`.
-        keys: keys of config.json beside the sizes.
+        keys: keys of config.json beside the sizes, from published.json.
         model_type, architecture: as published, where transformers has another.
         wrapper: keys around `text_config` of a model that has others beside the text model.
         renamed: name of a tensor of transformers' text model -> published name.
@@ -94,7 +88,7 @@ class Published:
     """
 
     family: str
-    keys: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
     model_type: str = ""
     architecture: str = ""
     wrapper: dict[str, Any] = field(default_factory=dict)
@@ -408,135 +402,7 @@ def _write(file: Path, values: Mapping[str, Any]) -> None:
 
 # --- the layouts --------------------------------------------------------------------------------
 
-_COMMON: dict[str, Any] = dict(
-    attention_dropout=0.0,
-    hidden_act="silu",
-    initializer_range=0.02,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    torch_dtype="bfloat16",
-    use_cache=True,
-)
-_QWEN: dict[str, Any] = _COMMON | dict(
-    bos_token_id=1, max_window_layers=28, sliding_window=None, use_sliding_window=False
-)
-_QWEN_MOE: dict[str, Any] = _QWEN | dict(
-    decoder_sparse_step=1, output_router_logits=False, router_aux_loss_coef=0.001
-)
-_QWEN3_MOE: dict[str, Any] = _QWEN_MOE | dict(
-    attention_bias=False, mlp_only_layers=[], rope_theta=1e6, transformers_version="4.51.0"
-)
-_FP8: dict[str, Any] = dict(
-    activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
-)
-_DEEPSEEK: dict[str, Any] = _COMMON | dict(
-    attention_bias=False,
-    aux_loss_alpha=0.001,
-    ep_size=1,
-    moe_layer_freq=1,
-    norm_topk_prob=True,
-    num_nextn_predict_layers=0,
-    pretraining_tp=1,
-    scoring_func="sigmoid",
-    seq_aux=True,
-    topk_method="noaux_tc",
-)
-_GLM: dict[str, Any] = _COMMON | dict(
-    eos_token_id=[2, 0],
-    n_group=1,
-    norm_topk_prob=True,
-    num_nextn_predict_layers=1,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    topk_group=1,
-    transformers_version="4.54.0",
-)
-
-
-def _remote(kind: str, name: str) -> dict[str, str]:
-    """The auto_map of a repository with code of its own."""
-    classes = (
-        ("AutoConfig", "Config"),
-        ("AutoModel", "Model"),
-        ("AutoModelForCausalLM", "ForCausalLM"),
-    )
-    file = {"Config": "configuration", "Model": "modeling", "ForCausalLM": "modeling"}
-    return {auto: f"{file[end]}_{kind}.{name}{end}" for auto, end in classes}
-
-
-def _yarn_of_16(kind: str, factor: float, **more: Any) -> dict[str, Any]:
-    """A published rope_scaling, from a context of 16 tokens."""
-    return {kind: "yarn", "factor": factor, "original_max_position_embeddings": 16} | more
-
-
-_KIMI: dict[str, Any] = _DEEPSEEK | dict(
-    auto_map=_remote("deepseek", "DeepseekV3"),
-    rms_norm_eps=1e-6,
-    rope_theta=50000.0,
-    rope_scaling=_yarn_of_16(
-        "type", 32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-    ),
-    routed_scaling_factor=2.827,
-    transformers_version="4.48.3",
-)
-_KIMIS_INT4: dict[str, Any] = dict(
-    config_groups=dict(
-        group_0=dict(
-            input_activations=None,
-            output_activations=None,
-            targets=["Linear"],
-            weights=dict(actorder=None, block_structure=None, dynamic=False)
-            | dict(group_size=32, num_bits=4, observer="minmax", observer_kwargs={})
-            | dict(strategy="group", symmetric=True, type="int"),
-        )
-    ),
-    format="pack-quantized",
-    ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
-    + ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-    kv_cache_scheme=None,
-    quant_method="compressed-tensors",
-    quantization_status="compressed",
-)
-_KIMIS_TOKENIZER: dict[str, Any] = dict(
-    tokenizer_class="TikTokenTokenizer",
-    auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
-)
 _ONE_GROUP: dict[str, Any] = dict(n_group=1, topk_group=1)
-_QWEN3_5: dict[str, Any] = dict(
-    attention_bias=False,
-    attention_dropout=0.0,
-    attn_output_gate=True,
-    bos_token_id=None,
-    dtype="bfloat16",
-    full_attention_interval=4,
-    hidden_act="silu",
-    initializer_range=0.02,
-    mamba_ssm_dtype="float32",
-    mtp_num_hidden_layers=1,
-    mtp_use_dedicated_embeddings=False,
-    partial_rotary_factor=0.25,
-    rms_norm_eps=1e-6,
-    use_cache=True,
-    rope_parameters=dict(
-        mrope_interleaved=True,
-        mrope_section=[2, 1, 1],
-        partial_rotary_factor=0.25,
-        rope_theta=1e7,
-        rope_type="default",
-    ),
-)
-_QWEN3_5_WHOLE: dict[str, Any] = dict(
-    image_token_id=500,
-    tie_word_embeddings=False,
-    transformers_version="4.57.0.dev0",
-    video_token_id=501,
-    vision_config=dict(deepstack_visual_indexes=[], depth=1, hidden_act="gelu_pytorch_tanh")
-    | dict(hidden_size=32, in_channels=3, initializer_range=0.02, intermediate_size=32)
-    | dict(model_type="qwen3_5_moe", num_heads=2, num_position_embeddings=2304)
-    | dict(out_hidden_size=128, patch_size=16, spatial_merge_size=2, temporal_patch_size=2),
-    vision_end_token_id=502,
-    vision_start_token_id=503,
-)
 
 
 def _in_language_model(name: str) -> str:
@@ -544,385 +410,103 @@ def _in_language_model(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if is_text else name
 
 
-_DSA: dict[str, Any] = dict(index_head_dim=128, index_n_heads=4, index_topk=128)
 _NO_EP: dict[str, Limit] = {"ep2": NO_EXPERTS}
 
-LAYOUTS: Mapping[str, Published] = {
-    "Qwen/Qwen3-30B-A3B": Published(
-        family="qwen3_moe",
-        keys=_QWEN3_MOE | dict(norm_topk_prob=True, max_window_layers=48),
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        diagonal=("rl",),
-    ),
+_LAYOUTS: Mapping[str, Published] = {
+    "Qwen/Qwen3-30B-A3B": Published(family="qwen3_moe", diagonal=("rl",)),
     "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8": Published(
-        family="qwen3_moe",
-        keys=_QWEN3_MOE
-        | dict(norm_topk_prob=True, qkv_bias=False, rope_theta=1e7, router_aux_loss_coef=0.0)
-        | dict(shared_expert_intermediate_size=0, use_qk_norm=True)
-        | dict(quantization_config=_FP8 | dict(modules_to_not_convert=["lm_head"])),
-        stored="fp8",
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        diagonal=("resume",),
+        family="qwen3_moe", stored="fp8", diagonal=("resume",)
     ),
     "Qwen/Qwen3-0.6B": Published(
-        family="qwen3",
-        keys=_QWEN | dict(attention_bias=False, rope_theta=1e6, transformers_version="4.51.0"),
-        tied=True,
-        extra=_tied_head,
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        limits=_NO_EP,
-        diagonal=("tp2",),
+        family="qwen3", tied=True, extra=_tied_head, limits=_NO_EP, diagonal=("tp2",)
     ),
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": Published(
-        family="qwen2_moe",
-        keys=_QWEN_MOE
-        | dict(rope_theta=1e6, sliding_window=32768, norm_topk_prob=False)
-        | dict(transformers_version="4.39.0.dev0"),
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        limits={"lora": DROPPED},
-        diagonal=("ep2",),
+        family="qwen2_moe", limits={"lora": DROPPED}, diagonal=("ep2",)
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": Published(
-        family="qwen2",
-        keys=_QWEN
-        | dict(rope_theta=1e6, sliding_window=32768, max_window_layers=21)
-        | dict(transformers_version="4.43.1"),
-        tied=True,
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        limits=_NO_EP,
-        diagonal=("cp2",),
+        family="qwen2", tied=True, limits=_NO_EP, diagonal=("cp2",)
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
         family="qwen3_next",
-        keys=_QWEN_MOE
-        | dict(attention_bias=False, full_attention_interval=4, mlp_only_layers=[])
-        | dict(partial_rotary_factor=0.25, rope_theta=1e7, transformers_version="4.57.0.dev0"),
         extra=_mtp,
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
         limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA},
         diagonal=("pp2",),
     ),
     "Qwen/Qwen3.5-35B-A3B": Published(
         family="qwen3_5_moe",
-        keys=_QWEN3_5
-        | dict(mlp_only_layers=[], model_type="qwen3_5_moe_text", router_aux_loss_coef=0.001),
-        wrapper=_QWEN3_5_WHOLE
-        | dict(architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe"),
         renamed=_in_language_model,
         stacked=True,
         extra=_mtp_and_vision,
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
         limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA, "lora": DROPPED},
         diagonal=("sft",),
     ),
     "Qwen/Qwen3.5-4B": Published(
         family="qwen3_5",
-        keys=_QWEN3_5 | dict(mlp_only_layers=[], model_type="qwen3_5_text"),
-        wrapper=_QWEN3_5_WHOLE
-        | dict(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5")
-        | dict(tie_word_embeddings=True),
         renamed=_in_language_model,
         extra=_mtp_and_vision,
         tied=True,
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
         limits=_NO_EP | {"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA},
         diagonal=("rl",),
     ),
-    "allenai/OLMoE-1B-7B-0924": Published(
-        family="olmoe",
-        keys=_COMMON
-        | dict(attention_bias=False, clip_qkv=None, norm_topk_prob=False, rms_norm_eps=1e-5)
-        | dict(output_router_logits=False, rope_theta=10000.0, router_aux_loss_coef=0.01)
-        | dict(transformers_version="4.43.0.dev0"),
-        tokenizer=dict(tokenizer_class="GPTNeoXTokenizer"),
-        diagonal=("streamed",),
-    ),
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": Published(
-        family="mixtral",
-        keys=_COMMON
-        | dict(bos_token_id=1, output_router_logits=False, rms_norm_eps=1e-5, rope_theta=1e6)
-        | dict(router_aux_loss_coef=0.02, sliding_window=None, transformers_version="4.36.0.dev0"),
-        diagonal=("recompute",),
-    ),
-    "moonshotai/Moonlight-16B-A3B-Instruct": Published(
-        family="moonlight",
-        keys=_DEEPSEEK
-        | dict(auto_map=_remote("deepseek", "DeepseekV3"), rms_norm_eps=1e-5, rope_theta=50000.0)
-        | dict(transformers_version="4.48.3"),
-        tokenizer=_KIMIS_TOKENIZER,
-        diagonal=("export",),
-    ),
+    "allenai/OLMoE-1B-7B-0924": Published(family="olmoe", diagonal=("streamed",)),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": Published(family="mixtral", diagonal=("recompute",)),
+    "moonshotai/Moonlight-16B-A3B-Instruct": Published(family="moonlight", diagonal=("export",)),
     "deepseek-ai/DeepSeek-V3": Published(
-        family="deepseek_v3",
-        keys=_DEEPSEEK
-        | dict(auto_map=_remote("deepseek", "DeepseekV3"), num_nextn_predict_layers=1)
-        | dict(rope_theta=10000, routed_scaling_factor=2.5, transformers_version="4.33.1")
-        | dict(quantization_config=_FP8)
-        | dict(
-            rope_scaling=_yarn_of_16(
-                "type", 40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
-            )
-        ),
-        stored="fp8",
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
-        diagonal=("check",),
+        family="deepseek_v3", stored="fp8", extra=_layer_past_the_last, diagonal=("check",)
     ),
     "deepseek-ai/DeepSeek-V3.2": Published(
-        family="deepseek_v3.2",
-        keys=_DEEPSEEK
-        | dict(num_nextn_predict_layers=1, rope_theta=10000, routed_scaling_factor=2.5)
-        | dict(quantization_config=_FP8 | dict(scale_fmt="ue8m0"), transformers_version="4.44.2")
-        | _DSA
-        | dict(
-            rope_scaling=_yarn_of_16(
-                "type", 40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
-            )
-        ),
-        stored="fp8",
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
-        diagonal=("export",),
+        family="deepseek_v3.2", stored="fp8", extra=_layer_past_the_last, diagonal=("export",)
     ),
     "moonshotai/Kimi-K2-Instruct": Published(
-        family="deepseek_v3",
-        keys=_KIMI | dict(quantization_config=_FP8),
-        changes=_ONE_GROUP,
-        model_type="kimi_k2",
-        stored="fp8",
-        tokenizer=_KIMIS_TOKENIZER,
+        family="deepseek_v3", changes=_ONE_GROUP, model_type="kimi_k2", stored="fp8"
     ),
     "moonshotai/Kimi-K2-Thinking": Published(
         family="deepseek_v3",
-        keys=_KIMI | dict(quantization_config=_KIMIS_INT4),
         changes=_ONE_GROUP,
         model_type="kimi_k2",
         stored="int4",
-        tokenizer=_KIMIS_TOKENIZER,
         diagonal=("sft",),
     ),
     "moonshotai/Kimi-K2.5": Published(
         family="deepseek_v3",
         # A whole PretrainedConfig of transformers 4.
-        keys=_KIMI
-        | dict(rms_norm_eps=1e-5, ep_size=1, quantization_config=_KIMIS_INT4)
-        | dict(_name_or_path="", add_cross_attention=False, chunk_size_feed_forward=0)
-        | dict(diversity_penalty=0.0, is_decoder=False, output_attentions=False, pruned_heads={})
-        | dict(return_dict=True, tokenizer_class=None, top_k=50, torchscript=False)
-        | dict(rope_scaling=_yarn_of_16("type", 64.0, mscale=1.0, mscale_all_dim=1.0)),
         changes=_ONE_GROUP,
         model_type="kimi_k2",
-        wrapper=dict(
-            architectures=["KimiK25ForConditionalGeneration"],
-            auto_map=_remote("kimi_k25", "KimiK25"),
-            dtype="bfloat16",
-            ignore_index=-100,
-            media_placeholder_token_id=500,
-            model_type="kimi_k25",
-            tie_word_embeddings=False,
-            transformers_version="4.57.1",
-            use_unified_vision_chunk=True,
-            video_placeholder="<|kimi_k25_video_placeholder|>",
-            vision_config=dict(init_pos_emb_height=64, init_pos_emb_time=4, init_pos_emb_width=64)
-            | dict(merge_kernel_size=[2, 2], merge_type="sd2_tpool", mm_hidden_size=32)
-            | dict(mm_projector_type="patchmerger", patch_size=14, text_hidden_size=128)
-            | dict(pos_emb_type="divided_fixed", projector_hidden_act="gelu", model_type="")
-            | dict(video_attn_type="spatial_temporal", vt_hidden_size=32, vt_intermediate_size=64)
-            | dict(projector_ln_eps=1e-5, vt_num_attention_heads=2, vt_num_hidden_layers=1),
-        ),
         renamed=lambda name: name if name.startswith(_KIMIS_VISION) else f"language_model.{name}",
         stored="int4",
         extra=_kimis_vision,
-        tokenizer=_KIMIS_TOKENIZER,
     ),
-    "upstage/Solar-Open-100B": Published(
-        family="solar_open",
-        keys=_COMMON
-        | dict(attention_bias=False, bos_token_id=1, first_k_dense_replace=0, n_group=1)
-        | dict(norm_topk_prob=True, partial_rotary_factor=1.0, rms_norm_eps=1e-5, rope_theta=1e6)
-        | dict(routed_scaling_factor=1.0, topk_group=1, use_qk_norm=False)
-        | dict(auto_map=_remote("solar_open", "SolarOpen"), transformers_version="4.57.1")
-        | dict(rope_scaling=_yarn_of_16("type", 16.0)),
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizerFast"),
-        diagonal=("rl",),
-    ),
-    "rednote-hilab/dots.llm1.inst": Published(
-        family="dots1",
-        keys=_COMMON
-        | dict(attention_bias=False, max_window_layers=62, moe_layer_freq=1)
-        | dict(norm_topk_prob=True, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=1e7)
-        | dict(routed_scaling_factor=2.5, scoring_func="noaux_tc", sliding_window=None)
-        | dict(transformers_version="4.46.3"),
-        tokenizer=dict(tokenizer_class="Qwen2Tokenizer"),
-        diagonal=("export",),
-    ),
+    "upstage/Solar-Open-100B": Published(family="solar_open", diagonal=("rl",)),
+    "rednote-hilab/dots.llm1.inst": Published(family="dots1", diagonal=("export",)),
     "zai-org/GLM-4.5-Air": Published(
-        family="glm-4.5-air",
-        keys=_GLM | dict(partial_rotary_factor=0.5, use_qk_norm=False, routed_scaling_factor=1.0),
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizer"),
-        diagonal=("int8",),
+        family="glm-4.5-air", extra=_layer_past_the_last, diagonal=("int8",)
     ),
-    "zai-org/GLM-4.6": Published(
-        family="glm-4.5",
-        keys=_GLM | dict(partial_rotary_factor=0.5, use_qk_norm=True, routed_scaling_factor=2.5),
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizer"),
-    ),
+    "zai-org/GLM-4.6": Published(family="glm-4.5", extra=_layer_past_the_last),
     "zai-org/GLM-4.7-Flash": Published(
-        family="glm-4.7-flash",
-        keys=_GLM | dict(attention_bias=False, partial_rotary_factor=1.0, topk_method="noaux_tc"),
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizer"),
-        diagonal=("tools",),
+        family="glm-4.7-flash", extra=_layer_past_the_last, diagonal=("tools",)
     ),
-    "zai-org/GLM-5": Published(
-        family="glm-5",
-        keys=_GLM
-        | _DSA
-        | dict(attention_bias=False, ep_size=1, head_dim=64, indexer_rope_interleave=True)
-        | dict(moe_layer_freq=1, pretraining_tp=1, qk_head_dim=256, rope_interleave=True)
-        | dict(rope_parameters=dict(rope_theta=1e6, rope_type="default"), scoring_func="sigmoid")
-        | dict(topk_method="noaux_tc", transformers_version="5.0.2.dev0"),
-        extra=_layer_past_the_last,
-        tokenizer=dict(tokenizer_class="TokenizersBackend"),
-        diagonal=("resume",),
-    ),
+    "zai-org/GLM-5": Published(family="glm-5", extra=_layer_past_the_last, diagonal=("resume",)),
     "inclusionAI/Ling-mini-2.0": Published(
-        family="ling",
-        keys=_COMMON
-        | dict(auto_map=_remote("bailing_moe_v2", "BailingMoeV2"), embedding_dropout=0.0)
-        | dict(eos_token_id=2, max_window_layers=20, mtp_loss_scaling_factor=0, norm_head=False)
-        | dict(norm_softmax=False, num_nextn_predict_layers=0, output_dropout=0.0)
-        | dict(output_router_logits=False, partial_rotary_factor=0.5, rope_theta=600000)
-        | dict(router_dtype="fp32", transformers_version="4.52.3", use_sliding_window=False),
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizerFast"),
-        limits={"lora": JOINED_ATTENTION},
-        diagonal=("rl",),
+        family="ling", limits={"lora": JOINED_ATTENTION}, diagonal=("rl",)
     ),
     "ibm-granite/granite-3.1-1b-a400m-instruct": Published(
-        family="granitemoe",
-        keys=_COMMON
-        | dict(attention_bias=False, bos_token_id=0)
-        | dict(output_router_logits=False, rms_norm_eps=1e-6, rope_theta=1500000.0)
-        | dict(router_aux_loss_coef=0.0, transformers_version="4.47.0"),
-        tied=True,
-        tokenizer=dict(tokenizer_class="GPT2Tokenizer"),
-        limits={"lora": JOINED},
-        diagonal=("doctor",),
+        family="granitemoe", tied=True, limits={"lora": JOINED}, diagonal=("doctor",)
     ),
     "openai/gpt-oss-20b": Published(
         family="gpt_oss",
-        keys=dict(
-            attention_bias=True,
-            attention_dropout=0.0,
-            experts_per_token=3,
-            hidden_act="silu",
-            initial_context_length=4096,
-            initializer_range=0.02,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            output_router_logits=False,
-            quantization_config=dict(
-                modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router"]
-                + ["model.embed_tokens", "lm_head"],
-                quant_method="mxfp4",
-            ),
-            rms_norm_eps=1e-5,
-            rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0)
-            | dict(original_max_position_embeddings=16, rope_type="yarn", truncate=False),
-            rope_theta=150000,
-            router_aux_loss_coef=0.9,
-            swiglu_limit=7.0,
-            transformers_version="4.55.0.dev0",
-            use_cache=True,
-        ),
         stored="mxfp4",
-        tokenizer=dict(tokenizer_class="PreTrainedTokenizerFast"),
         limits={"cp2": CP_WINDOW, "lora": JOINED},
         diagonal=("kl",),
     ),
-    "MiniMaxAI/MiniMax-M2": Published(
-        family="minimax-m2",
-        keys=dict(
-            attention_dropout=0.0,
-            attn_type_list=[1, 1, 1],
-            auto_map=_remote("minimax_m2", "MiniMaxM2"),
-            hidden_act="silu",
-            initializer_range=0.02,
-            layernorm_full_attention_beta=1.0,
-            layernorm_linear_attention_beta=1.0,
-            layernorm_mlp_beta=1.0,
-            max_model_len=196608,
-            mlp_intermediate_size=8192,
-            mtp_transformer_layers=1,
-            num_mtp_modules=3,
-            output_router_logits=False,
-            qk_norm_type="per_layer",
-            quantization_config=_FP8
-            | dict(fmt="float8_e4m3fn")
-            | dict(modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"]),
-            rms_norm_eps=1e-6,
-            rope_theta=5000000,
-            router_aux_loss_coef=0.001,
-            router_jitter_noise=0.0,
-            scoring_func="sigmoid",
-            shared_intermediate_size=0,
-            shared_moe_mode="sigmoid",
-            sliding_window=None,
-            transformers_version="4.46.1",
-            use_cache=True,
-            use_mtp=True,
-            use_qk_norm=True,
-            use_routing_bias=True,
-        ),
-        stored="fp8",
-        tokenizer=dict(tokenizer_class="GPT2Tokenizer"),
-        diagonal=("rescore",),
-    ),
+    "MiniMaxAI/MiniMax-M2": Published(family="minimax-m2", stored="fp8", diagonal=("rescore",)),
     "baidu/ERNIE-4.5-21B-A3B-PT": Published(
-        family="ernie4_5_moe",
-        keys=dict(
-            hidden_act="silu",
-            hidden_dropout_prob=0.0,
-            moe_aux_loss_lambda=1e-5,
-            moe_capacity=[64, 64, 64],
-            moe_gate="topk",
-            moe_layer_end_index=2,
-            moe_use_aux_free=True,
-            num_nextn_predict_layers=1,
-            rms_norm_eps=1e-5,
-            rope_scaling=None,
-            rope_theta=500000.0,
-            torch_dtype="bfloat16",
-            transformers_version="4.54.0.dev0",
-            use_bias=False,
-            use_cache=False,
-        ),
-        tied=True,
-        extra=_ernies_mtp,
-        tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
-        diagonal=("check",),
+        family="ernie4_5_moe", tied=True, extra=_ernies_mtp, diagonal=("check",)
     ),
     "meta-llama/Llama-3.1-8B-Instruct": Published(
-        family="llama3.1",
-        keys=_COMMON
-        | dict(attention_bias=False, bos_token_id=1, eos_token_id=[2, 0], mlp_bias=False)
-        | dict(pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=500000.0)
-        | dict(transformers_version="4.42.3")
-        | dict(
-            rope_scaling=dict(factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0)
-            | dict(original_max_position_embeddings=16, rope_type="llama3")
-        ),
-        limits=_NO_EP,
-        diagonal=("lora",),
+        family="llama3.1", limits=_NO_EP, diagonal=("lora",)
     ),
-    "meta-llama/Llama-2-7b-chat-hf": Published(
-        family="llama",
-        keys=_COMMON
-        | dict(bos_token_id=1, pretraining_tp=1, rms_norm_eps=1e-5, torch_dtype="float16")
-        | dict(transformers_version="4.32.0.dev0"),
-        extra=_frequencies,
-        tokenizer=dict(tokenizer_class="LlamaTokenizerFast"),
-        limits=_NO_EP,
-    ),
+    "meta-llama/Llama-2-7b-chat-hf": Published(family="llama", extra=_frequencies, limits=_NO_EP),
 }
+
+_KEYS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LAYOUTS = {name: replace(layout, **_KEYS[name]) for name, layout in _LAYOUTS.items()}

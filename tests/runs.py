@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -101,6 +103,23 @@ def without_last_checkpoint(log_dir: Path, step: int) -> None:
     """Leave a finished run as a kill after its last but one checkpoint does."""
     shutil.rmtree(log_dir / "checkpoints" / f"step_{step:06d}")
     (log_dir / "checkpoints" / "latest").unlink()
+
+
+def program(
+    *words: object,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end: what it said, and its exit code. `env` is added to our own."""
+    return subprocess.run(
+        [*map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:

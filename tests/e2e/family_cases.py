@@ -20,12 +20,7 @@ from r3.runtime.device import Device
 from r3.sync.residency import State
 from r3.sync.weights import SyncError, sync_weights
 from r3.types import Rollout
-from tests.engines import (
-    World,
-    engine_from_disk,
-    held_tensors,
-    signature,
-)
+from tests.engines import World, engine_from_disk, held_tensors, signature
 from tests.errors import message_of
 from tests.families import transformers_model
 from tests.processor import PROCESSORS

@@ -54,9 +54,7 @@ def test_conversations_equal_transformers(talks: Talks, kind: str) -> None:
     assert talks.kinds[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
-def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
-    talks: Talks,
-) -> None:
+def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(talks: Talks) -> None:
     said = talks.guards
     assert said["right"] == "True True"
     assert (
@@ -86,17 +84,14 @@ def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: Talks) 
         (text, reply)
         for rollout in talks.kinds["calls"].rollouts
         for text, reply in re.findall(
-            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<",
-            rollout.text,
+            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<", rollout.text
         )
     ]
     assert replies, "at temperature 1 some of 16 conversations write their steps"
     assert all(evaluate(text) == reply for text, reply in replies)
 
 
-def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
-    talks: Talks,
-) -> None:
+def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(talks: Talks) -> None:
     cut = [r for r in talks.kinds["cut turns"].rollouts if len(r.turns) > 1]
     assert cut
     for rollout in cut:

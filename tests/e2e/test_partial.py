@@ -86,16 +86,12 @@ def test_what_a_checkpoint_holds_goes_on_bit_for_bit(budgets: Budgets, kind: str
     assert budgets.kinds[kind].saved
 
 
-def test_every_group_is_dealt_once_when_the_number_of_engines_changes(
-    budgets: Budgets,
-) -> None:
+def test_every_group_is_dealt_once_when_the_number_of_engines_changes(budgets: Budgets) -> None:
     whole, left, right = budgets.groups
     assert whole and sorted(left + right) == whole
 
 
-def test_interrupted_conversations_are_dropped_where_none_may_grow_old(
-    budgets: Budgets,
-) -> None:
+def test_interrupted_conversations_are_dropped_where_none_may_grow_old(budgets: Budgets) -> None:
     assert budgets.drop is not None
     rows = budgets.drop.metrics
     assert sum(row["rollout/dropped_by_budget"] for row in rows) > 0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.browser import Browser, chromium, why_absent
 from tests.run_folder import GROUPS, SAMPLES, save_scores, write_run
-from tests.world import ROOT
+from tests.runs import program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
@@ -19,7 +19,7 @@ needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "r3.report", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return program(*command)
 
 
 @pytest.fixture(scope="module")

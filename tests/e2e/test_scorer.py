@@ -43,9 +43,7 @@ def picky(response, prompt):
 def vllm_server() -> Iterator[str]:
     """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
     port = free_port()
-    command = [
-        *(interpreter(), "-m", "tests.vllm_server", "--model", str(assets.TINY_MOE)),
-    ]
+    command = [*(interpreter(), "-m", "tests.vllm_server", "--model", str(assets.TINY_MOE))]
     command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
     command += [
         *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),

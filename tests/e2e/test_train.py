@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
 from r3.tools.dumps import read_rollouts
-from tests.runs import kill, rows_of, run, start, timeless
+from tests.runs import kill, program, rows_of, run, start, timeless
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: 
     command = [interpreter(), "-m", "r3.export", str(straight), "--to"]
     for step, to in ((6, tmp_path / "six"), (4, tmp_path / "four")):
         words = [*command, str(to), "--step", str(step)]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = program(*words)
         assert done.returncode == 0, done.stderr
     own, same, earlier = (
         load_file(folder / "model-00001.safetensors")

@@ -395,8 +395,7 @@ def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
                 shutil.copyfile(file, target / file.name)
         save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
         messages[kind] = message_of(
-            lambda target=target: policy_of(device, mesh, tiny_config(target)),
-            CheckpointError,
+            lambda target=target: policy_of(device, mesh, tiny_config(target)), CheckpointError
         )
     return messages
 

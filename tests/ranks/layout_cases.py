@@ -287,8 +287,7 @@ def wrong_shapes(device: Device) -> WrongShapes:
     receives = (bool(mesh.pp.rank), not mesh.pp.rank)
     sends = (tensor, None) if mesh.pp.rank == 0 else (None, tensor)
     sent = message_of(
-        lambda: stages._communicate_shapes(*sends, recv_prev=False, recv_next=False),
-        AssertionError,
+        lambda: stages._communicate_shapes(*sends, recv_prev=False, recv_next=False), AssertionError
     )
     for _ in range(2):
         stages._communicate_shapes(None, None, *receives)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,8 @@ from r3.config import ParallelConfig
 from r3.extras import share_gloo_thread
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from tests.world import ROOT, run_world
+from tests.runs import program
+from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -177,5 +177,5 @@ def test_a_forked_process_starts_its_own_thread() -> None:
     # The thread of the parent's device does not exist in the child: a group that used this device
     # would wait forever.
     command = [sys.executable, "-c", FORKED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = program(*command)
     assert done.stdout.split() == ["1", "0", "1"], done.stderr

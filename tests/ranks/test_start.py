@@ -39,11 +39,7 @@ def begin(device: Device) -> dict[str, str]:
     some = replace(task, prompts=replace(task.prompts, prompts=task.prompts.prompts[:-1]))
     cases: dict[str, tuple[Any, Any, Any]] = {
         "same": (with_values(config, {"log.dir": f"of rank {device.rank}"}), task, start),
-        "step": (
-            config,
-            task,
-            replace(start, step=7) if second else start,
-        ),
+        "step": (config, task, replace(start, step=7) if second else start),
         "data": (config, some if second else task, start),
         "files": (of_rank, task, start),
         "settings": (with_values(config, {"train.lr": 0.5}) if second else config, task, start),

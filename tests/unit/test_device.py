@@ -25,9 +25,7 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.unit
 
 
-def test_deterministic_mode_reaches_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deterministic_mode_reaches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seed_everything(3, deterministic=False)

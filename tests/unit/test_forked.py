@@ -15,6 +15,7 @@ import torch
 
 from r3.run.watchdog import ENDS_RANK
 from tests.forked_ranks import ForkedRank
+from tests.runs import program
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -109,12 +110,10 @@ print(sorted(set(UNUSED) & set(sys.modules)), all(map(find_spec, UNUSED)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
-def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(tmp_path: Path) -> None:
     (tmp_path / "loaded.py").write_text(LOADED)
     words = [interpreter(), str(tmp_path / "loaded.py")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = program(*words)
     # The second ones still can be imported.
     assert (done.returncode, done.stdout) == (0, "True False\n[] True\n"), done.stderr
 
@@ -125,13 +124,7 @@ def test_a_mistake_ends_the_launcher_before_there_are_ranks(
 ) -> None:
     words = ("tiny", "--train.stepss", "3", "--log.dir", str(tmp_path / "run"))
     flags = ("--check", "--standalone", *ranks, "train.py")
-    done = subprocess.run(
-        [sys.executable, "launch/ranks.py", *flags, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = program(sys.executable, "launch/ranks.py", *flags, *words)
     assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
     assert done.stderr.count("did you mean train.steps?") == 1
     assert "must be a multiple of the 3 ranks" in done.stderr  # their number is read

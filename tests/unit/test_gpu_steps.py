@@ -25,6 +25,7 @@ from r3.models.shape import ModelShape
 from r3.rescore import parse as parse_rescore
 from r3.tools.planning.memory_plan import fit
 from tests.families import random_checkpoint
+from tests.runs import program
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -166,7 +167,7 @@ def test_a_failed_command_ends_its_step_and_time_runs_out(tmp_path: Path) -> Non
 def test_names_choose_steps_and_what_they_need(tmp_path: Path) -> None:
     found = steps(tmp_path, seeds=1, small=False)
     assert [step.name for step in chosen(found, ["sft", "curves"])] == [
-        *("curve-r3-0", "curve-off-0", "model-cut", "curves", "sft"),
+        *("curve-r3-0", "curve-off-0", "model-cut", "curves", "sft")
     ]
     assert chosen(found, []) == found
     with pytest.raises(ValueError, match=r"no such step: docter\. Steps: facts, "):
@@ -206,12 +207,11 @@ def test_a_bundle_is_found_beside_the_packages_of_the_machine(tmp_path: Path) ->
 
 
 def test_no_gpu_is_said(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["benchmarks/gpu.sh", "--out", str(tmp_path / "out")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
+    done = program(
+        "benchmarks/gpu.sh",
+        "--out",
+        str(tmp_path / "out"),
+        env={"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout == "no GPU: torch finds no CUDA device (nothing was run)\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from r3.cli.parse import parse
+from tests.runs import program
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -105,11 +106,10 @@ def test_job_without_gpus_says_so(gpus: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["0", "two", "-1"])
 def test_a_number_of_ranks_that_is_none_is_said(ranks: str, tmp_path: Path) -> None:
     path = programs(tmp_path, {"r3": ""})
-    done = subprocess.run(
-        [ROOT / "launch/local.sh", "tiny"],
-        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3"), "NPROC": ranks},
-        capture_output=True,
-        text=True,
+    done = program(
+        ROOT / "launch/local.sh",
+        "tiny",
+        env={"PATH": path, "PYTHON": str(tmp_path / "r3"), "NPROC": ranks},
     )
     told = f"r3: NPROC={ranks} must be the number of ranks, at least 1\n"
     assert (done.returncode, done.stderr) == (2, told)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 
 import pytest
 
-from tests.world import ROOT
+from tests.runs import program
 
 pytestmark = pytest.mark.unit
 
@@ -18,12 +17,6 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may(
     command: str, expected: int | None
 ) -> None:
     text = "from r3.runtime.process import raise_file_limit; print(raise_file_limit())"
-    done = subprocess.run(
-        ["bash", "-c", f'{command}; exec "$0" -c "$1"', sys.executable, text],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = program("bash", "-c", f'{command}; exec "$0" -c "$1"', sys.executable, text)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert int(done.stdout) == (expected or min(hard, 1 << 16)), done.stderr

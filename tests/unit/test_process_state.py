@@ -14,6 +14,7 @@ import torch
 from r3.runtime.process import Surroundings
 from r3.runtime.terminal import open_missing
 from r3.user_code.loading import load
+from tests.runs import program
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -92,8 +93,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize(
-    "console",
-    ["a reader that leaves", "a full disk", "closed", "one that shows ASCII only"],
+    "console", ["a reader that leaves", "a full disk", "closed", "one that shows ASCII only"]
 )
 def test_a_console_that_takes_no_line_ends_no_program(console: str, tmp_path: Path) -> None:
     """The exit code is the program's own, and no traceback is shown."""
@@ -154,7 +154,5 @@ say("done")
 
 
 def test_functions_that_catch_stdout_in_threads_lose_nothing_of_ours() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _REDIRECTS], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = program(sys.executable, "-c", _REDIRECTS)
     assert (done.stdout, done.stderr) == ("done\n", "")

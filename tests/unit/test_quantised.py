@@ -331,11 +331,7 @@ def integers(tensors: Tensors) -> None:
     [
         (FP8, plain_files, ""),
         (packed_settings(), plain_files, ""),
-        (
-            FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]},
-            powers_of_two,
-            "",
-        ),
+        (FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}, powers_of_two, ""),
         # MiniMax-M2 names torch's data type; others have no such key.
         (FP8 | {"fmt": "float8_e4m3fn", "activation_scheme": "dynamic"}, powers_of_two, ""),
         ({key: FP8[key] for key in ("quant_method", "weight_block_size")}, powers_of_two, ""),
@@ -347,10 +343,7 @@ def integers(tensors: Tensors) -> None:
     ],
 )
 def test_forms_that_users_report_are_read_or_refused(
-    settings: object,
-    change: Callable[[Tensors], torch.Tensor | None],
-    said: str,
-    tmp_path: Path,
+    settings: object, change: Callable[[Tensors], torch.Tensor | None], said: str, tmp_path: Path
 ) -> None:
     folder = family_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
     tensors = load_file(folder / "model.safetensors")

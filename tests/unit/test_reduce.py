@@ -166,12 +166,7 @@ def test_the_histogram_of_sizes_by_hand() -> None:
     )
     bins, _ = np.histogram(found, LOG10_EDGES)
     assert len(bins) == 48 and bins.sum() == 5
-    assert {int(bin): int(bins[bin]) for bin in np.flatnonzero(bins)} == {
-        0: 2,
-        28: 1,
-        40: 1,
-        47: 1,
-    }
+    assert {int(bin): int(bins[bin]) for bin in np.flatnonzero(bins)} == {0: 2, 28: 1, 40: 1, 47: 1}
     panel = mismatch(
         torch.tensor([-1.0, -2.0]), torch.tensor([-1.0015, -9.0]), torch.tensor([1.0, 0.0])
     )

@@ -13,7 +13,7 @@ import pytest
 from r3.launch import rendezvous
 from r3.launch.rendezvous import addressed, impatient, is_here
 from r3.runtime.device import free_port
-from tests.world import ROOT
+from tests.runs import program
 
 pytestmark = pytest.mark.unit
 
@@ -39,13 +39,7 @@ def test_a_machine_whose_name_does_not_resolve_runs_ranks(tmp_path: Path) -> Non
         pytest.skip("this system does not let a user change a host name")
     (tmp_path / "rank.py").write_text(_RANK)
     ranks = ("launch/ranks.py", "--standalone", "--nproc_per_node", "1", tmp_path / "rank.py")
-    done = subprocess.run(
-        [*enter, _NOWHERE, sys.executable, *ranks],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = program(*enter, _NOWHERE, sys.executable, *ranks)
     assert "joined at 127.0.0.1\n" in done.stdout, done.stderr
 
 
