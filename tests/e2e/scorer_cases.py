@@ -147,23 +147,10 @@ def asked_alone(
     return scores
 
 
-def kinds(
-    device: Device, *, file: str, reward_model: str, prompt_file: str, url: str = ""
-) -> dict[str, Judged]:
-    """Sample the same round with scorers of every kind; with `url` by the judge behind it only."""
+def kinds(device: Device, *, file: str, reward_model: str, prompt_file: str) -> dict[str, Judged]:
+    """Sample the same round with scorers of every kind."""
     engine = talker(device)
     found: dict[str, Judged] = {}
-    judge = RewardConfig(
-        function=("http",),
-        url=url,
-        model="grader",
-        prompt_file=prompt_file,
-        pattern=r"####\s*(-?\d+)",
-        max_tokens=40,
-        max_connections=8,
-        retries=0,
-        on_error="drop",
-    )
 
     def run(
         name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
@@ -172,9 +159,6 @@ def kinds(
         scorer = make_scorer(settings, model=model, renderer=renderer)
         found[name] = told(*round_of(engine, scorer, keep_failed=keep_failed))
 
-    if url:
-        run("http", judge)
-        return found
     run("quick", RewardConfig(function=("exact",)))
     run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
     settings = RewardConfig(
@@ -193,7 +177,13 @@ def kinds(
         for name, response in found["model"].responses.items()
     }
     found["model"] = replace(found["model"], single=single)
-    own = replace(judge, function=("self_judge",), no_verdict=-1.0)
+    own = RewardConfig(
+        function=("self_judge",),
+        prompt_file=prompt_file,
+        pattern=r"####\s*(-?\d+)",
+        max_tokens=40,
+        no_verdict=-1.0,
+    )
     run("self", own)
     found["self"] = replace(found["self"], single=asked_alone(engine, own, found["self"].responses))
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)

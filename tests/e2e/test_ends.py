@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3 import assets
-from r3.config import from_yaml
 from r3.run.folder import step_folders
-from r3.run.result import Goal
-from tests.run_folder import report_data
 from tests.runs import finish, program, rows_of, run, start, timeless
 from tests.warm import interpreter
 
@@ -108,32 +105,3 @@ def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight
         *("--to", str(straight / "x")),
     )
     assert exported.returncode == 0 and f"after step {best}" in exported.stdout, exported.stderr
-
-
-def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    # With this learning rate float32 weights, and so the evaluations, stay what they are.
-    flags = (
-        *(*SMALL, *BEST, "--train.lr", "1e-20", "--train.steps", "50"),
-        *("--checkpoint.export", "true"),
-    )
-    patient = ("--train.patience", "2")
-    end = "stopped after step 2: eval/heldout/accuracy was best after step 0"
-    output = run_alone(folder, *flags, *patient)
-    assert end in " ".join(output.split()) and [row["step"] for row in rows_of(folder)] == [0, 1, 2]
-    assert (folder / "hf" / "step_000002").is_dir(), "exported as after a last step"
-    (facts,) = report_data(folder)["runs"]
-    assert facts["notes"][0].startswith(end)
-    config = from_yaml((folder / "config.yaml").read_text())
-    assert (
-        config.train.patience == 2
-        and Goal(metric=METRIC, patience=2).end(Goal(metric=METRIC).values(rows_of(folder)))
-        == facts["notes"][0]
-    )
-    # Started again it has nothing to do; with more patience it goes on.
-    before = (folder / "metrics.jsonl").read_bytes()
-    output = " ".join(run_alone(folder, *flags, *patient).split())
-    assert "is finished: 2 steps" in output and "larger --train.patience to continue" in output
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    run_alone(folder, *flags, "--train.patience", "3")
-    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]

@@ -11,7 +11,6 @@ import pytest
 from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
 from tests.e2e.talk_cases import Talk, Talks
-from tests.runs import rows_of, run
 from tests.tiny import base_model
 from tests.world import run_world
 
@@ -215,26 +214,3 @@ def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
     assert capped.rounds == 2 and capped.groups_trained is not None and capped.groups_trained < 6
     assert 0.0 in off.advantages and off.rounds is None
     assert "all solved or all out of reach" in one.nothing
-
-
-@pytest.mark.large
-def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
-    flags = ("--train.steps", "1", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
-    flags += ("--checkpoint.export", "false", "--rollout.max_response_tokens", "160")
-    run(
-        tmp_path / "game",
-        *flags,
-        *("--env.name", "guess_number", "--env.max_turn_tokens", "12", "--env.workers", "1"),
-        *("--algo.dynamic_sampling", "2"),
-    )
-    start, row = rows_of(tmp_path / "game")
-    assert "eval/heldout/accuracy" in start
-    assert row["env/turns_mean"] > 1.5 and row["env/errors"] == row["env/dropped"] == 0
-    assert row["routing/coverage"] == 1.0, (
-        "every observed and every sampled token but the last has its routes"
-    )
-    assert row["routing/overlap_differs"] == 0.0
-    # Policy and engine agree on every sampled token of every turn; float32 on both sides.
-    assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
-    assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
-    assert row["reward/group_zero_std_frac"] < 1

@@ -10,7 +10,7 @@ import pytest
 from r3.algo.packing import pack
 from r3.routing.ledger import LedgerError, captured_rows, reconcile
 from r3.runtime.mesh import Axis
-from r3.sync.rollouts import checksums, find_damage, send_samples
+from r3.sync.rollouts import find_damage, send_samples
 from r3.types import Rollout, Sample
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
@@ -70,25 +70,6 @@ def test_both_ends_of_the_account_must_agree() -> None:
             reconcile(SOUND | {name: float(value)})
     with pytest.raises(LedgerError, match="counted 0 rows replayed"):  # routers that never asked
         reconcile({name: value for name, value in SOUND.items() if "replayed" not in name})
-
-
-@pytest.mark.parametrize("layers", [None, (0, 1), (1,), ()])
-def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -> None:
-    rollouts = [rollout([1, 2, 3, 4, 5], 2), rollout([6, 7, 8], 1, seed=1)]
-    rollouts[1] = replace(rollouts[1], group=1)
-    samples = [Sample(rollout=each) for each in rollouts]
-    places = None if layers is None else [layers]
-    arrived = send_samples(samples, {(0, 0, 0): [0], (1, 0, 0): [0]}, ALONE, layers_of=places)
-    wanted = range(2) if layers is None else layers
-    for item, sample in zip(arrived.values(), rollouts, strict=True):
-        routes = item.sample.rollout.routed_experts
-        np.testing.assert_array_equal(
-            routes, sample.routed_experts[:, list(wanted), : 2 if len(wanted) else 0]
-        )
-        assert routes.dtype == np.int8
-        # (T-1) * L * K * b
-        assert routes.nbytes == (len(sample.tokens_T) - 1) * len(wanted) * 2 * 1
-        assert item.checksums == checksums(sample.tokens_T, routes)
 
 
 def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
