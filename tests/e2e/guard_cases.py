@@ -16,7 +16,7 @@ from r3 import extras
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.layers.norms import _Norm
+from r3.layers import RMSNorm as PolicyNorm
 from r3.models.tensors import Experts
 from r3.runtime.device import Device
 from r3.sync.residency import ResidencyError, State
@@ -106,7 +106,8 @@ def norms(engine: Engine) -> Norms:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     def policys(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        return _Norm.apply(x, norm.weight, norm.variance_epsilon)
+        own: Any = SimpleNamespace(weight=norm.weight, eps=norm.variance_epsilon)
+        return PolicyNorm.forward(own, x)
 
     def far(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())

@@ -109,14 +109,6 @@ def test_a_budget_that_nobody_reaches_changes_nothing(budgets: Budgets) -> None:
     assert budgets.off == budgets.plenty
 
 
-def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(budgets: Budgets) -> None:
-    trained = budgets.trained
-    assert trained is not None
-    assert trained.old and trained.old == trained.marked and len(trained.old) <= trained.count
-    assert trained.expected == trained.captured > 0
-    assert trained.too_old.startswith("RouteError") and "of policy version" in trained.too_old
-
-
 @pytest.mark.large
 def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_path: Path) -> None:
     kinds, folder = ("chatty", "stops"), str(tmp_path)

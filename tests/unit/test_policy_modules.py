@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.layers import CausalAttention, packed_params
-from r3.layers.norms import Rotation, _Norm
+from r3.layers import CausalAttention, RMSNorm, Rotation, packed_params
 from r3.models.shape import ModelShape
 from r3.policy.build import megatron_settings, rounded_gating
 from tests.families import FAMILIES, HYBRID, family
@@ -59,7 +60,11 @@ def test_norm_and_its_gradients_equal_the_formula(dtype: torch.dtype, tolerance:
         out = norm(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, gradient.to(kind))]
 
-    found = results(lambda x, weight: _Norm.apply(x, weight, 1e-2), dtype)
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        norm: Any = SimpleNamespace(weight=weight, eps=1e-2)
+        return RMSNorm.forward(norm, x)
+
+    found = results(ours, dtype)
     expected = results(lambda x, weight: F.rms_norm(x, (32,), weight, 1e-2), torch.float64)
     for one, exact in zip(found, expected, strict=True):
         assert one.dtype == dtype

@@ -62,7 +62,7 @@ def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
         RunDir(run).append_metrics(row | evaluated)
     out = shown(capsys, run)
     assert f"{29 * LOW}\u2588 \u2585\n" in out, "the newest 32, a gap among them"
-    assert f"entropy           2.000  {32 * LOW}" in out
+    assert f"entropy  2.000  {32 * LOW}" in out
     assert "about 75s left" in out, "ten steps as long as the newest ten, without evaluations"
 
 
