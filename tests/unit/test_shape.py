@@ -23,6 +23,7 @@ from r3.models import families
 from r3.models.families import implied_keys
 from r3.models.files import checkpoint_faults, checkpoint_tensors
 from r3.models.hf_checkpoint import (
+    CheckpointError,
     CheckpointReader,
     joined,
     read_small_files,
@@ -374,6 +375,9 @@ def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -
     tensors["model.layers.0.self_attn.q_proj.bias"] = (64,)
     faults = shape.faults(tensors)
     assert faults == [f"missing {stack}", "unknown model.layers.0.self_attn.q_proj.bias"]
+    refused = pytest.raises(CheckpointError, match="none was loaded")
+    with CheckpointReader(folders["granitemoe"]) as reader, refused:
+        reader.require(ModelShape.read(folders["mixtral"]))
 
 
 @pytest.mark.parametrize("row", REFUSED)
