@@ -262,6 +262,7 @@ WHITE, RED, GREY = [244, 244, 242], [140, 29, 24], [190, 190, 190]
 
 def picture(folder: Path, *steps: dict[int, float]) -> np.ndarray:
     """TensorBoard's newest picture of the agreement by step and layer."""
+    folder.mkdir(exist_ok=True)
     drawn = meter(folder, log={"tensorboard": True})
     for step, by_layer in enumerate(steps, 1):
         for layer, agreement in by_layer.items():
