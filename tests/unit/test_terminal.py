@@ -66,7 +66,7 @@ def _show(folder: Path) -> None:
     call = {"role": HOSTILE, "tool_calls": [{"function": {"name": HOSTILE, "arguments": HOSTILE}}]}
     hostile = {"prompt_id": HOSTILE, "reference": HOSTILE, "metrics": {HOSTILE: 1.0}}
     dump = RunDir(run).rollouts(1)
-    rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    rows = [json.loads(line) for line in dump.open(encoding="utf-8")]
     rows = [row | hostile | {"messages": [*row["messages"], call]} for row in rows]
     dump.write_text("\n".join(json.dumps(row | {"rewards": {HOSTILE: 0.5}}) for row in rows))
     show.main([str(run), "--width", "200"])
