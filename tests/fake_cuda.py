@@ -222,13 +222,12 @@ def fake_world(
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from r3 import extras
+    from r3.backends.cpu.megatron import _Event, _Stream
+    from r3.backends.cuda import host_memory
     from r3.models.hf_checkpoint import CheckpointReader
 
-    megatron: Any = extras.megatron_on_cpu()
-    host_memory: Any = extras.host_memory()
     current = threading.local()  # as in CUDA, a thread begins on device 0
-    stream, real_numpy, real_pointer = megatron._Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
+    stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
     real_read = CheckpointReader.read
 
     class Answers(TorchDispatchMode):
@@ -331,8 +330,8 @@ def fake_world(
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "current_stream": lambda *_: stream,
-        "Stream": megatron._Stream,
-        "Event": megatron._Event,
+        "Stream": _Stream,
+        "Event": _Event,
         "stream": lambda *_: nullcontext(),
         "manual_seed": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
@@ -367,11 +366,9 @@ def _streams(order: Order) -> dict[str, Any]:
     """Names of torch.cuda that tell the order of several streams. Storages tell it their memory."""
     import torch
 
-    from r3 import extras
+    from r3.backends.cpu.megatron import _Event, _Stream
 
-    megatron: Any = extras.megatron_on_cpu()
-
-    class Event(megatron._Event):
+    class Event(_Event):
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
             self.number = next(order.numbers)
             order.clocks.create_event(self.number)
@@ -387,7 +384,7 @@ def _streams(order: Order) -> dict[str, Any]:
         def synchronize(self) -> None:
             order.clocks.all_streams_wait_for_event(self.number)
 
-    class Stream(megatron._Stream):
+    class Stream(_Stream):
         def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
             self.number = next(order.numbers) if number is None else number
             order.clocks.create_stream(self.number)

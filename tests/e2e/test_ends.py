@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from r3 import assets
+from r3.config import from_yaml
 from r3.run.folder import step_folders
-from tests.runs import finish, program, rows_of, run, start, timeless
+from r3.run.result import Goal
+from r3.tools.view.runs import read_run
+from tests.runs import finish, rows_of, run, start, timeless
 from tests.warm import interpreter
+from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
@@ -100,8 +105,56 @@ def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight
     assert rows_of(straight)[best][METRIC] > first, "the model learned something in four steps"
     assert kept == sorted({best, 4})
     assert (straight / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
-    exported = program(
-        *(interpreter(), "-m", "r3.export", str(straight), "--step", "best"),
-        *("--to", str(straight / "x")),
+    exported = subprocess.run(
+        [
+            interpreter(),
+            "-m",
+            "r3.export",
+            str(straight),
+            "--step",
+            "best",
+            "--to",
+            str(straight / "x"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert exported.returncode == 0 and f"after step {best}" in exported.stdout, exported.stderr
+
+
+def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # With this learning rate float32 weights, and so the evaluations, stay what they are.
+    flags = (
+        *SMALL,
+        *BEST,
+        "--train.lr",
+        "1e-20",
+        "--train.steps",
+        "50",
+        "--checkpoint.export",
+        "true",
+    )
+    patient = ("--train.patience", "2")
+    end = "stopped after step 2: eval/heldout/accuracy was best after step 0"
+    output = run_alone(folder, *flags, *patient)
+    assert end in " ".join(output.split()) and [row["step"] for row in rows_of(folder)] == [0, 1, 2]
+    assert (folder / "hf" / "step_000002").is_dir(), "exported as after a last step"
+    facts = read_run(folder)
+    assert facts.end.startswith(end)
+    config = from_yaml((folder / "config.yaml").read_text())
+    assert (
+        config.train.patience == 2
+        and Goal(metric=METRIC, patience=2).end(Goal(metric=METRIC).values(rows_of(folder)))
+        == facts.end
+    )
+    # Started again it has nothing to do; with more patience it goes on.
+    before = (folder / "metrics.jsonl").read_bytes()
+    output = " ".join(run_alone(folder, *flags, *patient).split())
+    assert "is finished: 2 steps" in output and "larger --train.patience to continue" in output
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    run_alone(folder, *flags, "--train.patience", "3")
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]

@@ -18,7 +18,7 @@ from r3.run.watchdog import ENDS_RANK
 from r3.runtime.device import free_port
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
-from tests.runs import finish, kill, program, rows_of, start, timeless
+from tests.runs import finish, kill, rows_of, start, timeless
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -43,14 +43,14 @@ def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) ->
 def second_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start the first of two ranks and wait for its end."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return program(
-        interpreter(),
-        "train.py",
-        "tiny-smoke",
-        "--log.dir",
-        str(folder),
-        *flags,
-        env=ranks | {"PYTHONPATH": str(ROOT)},
+    return subprocess.run(
+        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(folder), *flags],
+        cwd=ROOT,
+        env=os.environ | ranks | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 

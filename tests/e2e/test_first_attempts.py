@@ -1,39 +1,247 @@
-"""What a new user does from a folder beside the clone, at the first attempt."""
+"""What a new user does, as they would write it the first time, from a folder beside the clone.
+
+`TASKS` lists every task of a trial with users of other programs and the tests that show it. The
+tests here are those that no other file has: each is written as a user writes it who has read the
+README, and works at the first attempt.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.hub import Hub, serving
-from tests.pages import Block, checkout, run
+from tests.pages import Block, blocks, checkout, run
 from tests.runs import rows_of
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
+HERE = "tests/e2e/test_first_attempts.py"
+PAGES = "tests/e2e/test_docs_commands.py::test_blocks_of_a_page_run"
+EXAMPLES = "tests/e2e/test_examples.py::test_example_runs_and_does_what_it_claims"
+
+# Task -> tests. [page or example] is the case of a test that runs the blocks of a page.
+TASKS: dict[str, tuple[str, ...]] = {
+    "train the embedded model": (f"{PAGES}[README.md]",),
+    "own rows, system prompt, exact match and a bonus, settings in another folder": (
+        f"{HERE}::test_own_rows_rewards_and_settings",
+        f"{EXAMPLES}[own_data]",
+        f"{EXAMPLES}[own_reward]",
+    ),
+    "own environment with a tool": (
+        "tests/unit/test_cli.py::test_an_environment_replaces_the_one_below",
+        f"{PAGES}[docs/first-fifteen-minutes.md]",
+        f"{EXAMPLES}[own_environment]",
+    ),
+    "workflow with a rewritten history and a reward per call": (
+        "tests/unit/test_start.py::test_a_reward_that_an_environment_may_replace_is_a_note",
+        "tests/e2e/test_workflows.py::test_a_reasoning_template_trains_end_to_end",
+        f"{EXAMPLES}[own_workflow]",
+    ),
+    "agent in another process with the openai client": (
+        f"{PAGES}[docs/endpoint.md]",
+        f"{EXAMPLES}[external_agent]",
+    ),
+    "evaluate a checkpoint and an export, generate in transformers": (
+        f"{HERE}::test_own_rows_rewards_and_settings",
+        f"{PAGES}[docs/evaluation.md]",
+        f"{EXAMPLES}[evaluate]",
+    ),
+    "supervised training, then RL from its export": (
+        "tests/e2e/test_supervised.py::test_rl_continues_from_the_export",
+        f"{PAGES}[docs/supervised-and-distillation.md]",
+    ),
+    "two runs in one report": (
+        f"{EXAMPLES}[compare_runs]",
+        "tests/e2e/test_report.py::test_every_part_is_drawn_without_errors",
+    ),
+    "own loss and advantage, check_loss, a sweep": (
+        f"{PAGES}[docs/adding-a-loss.md]",
+        f"{EXAMPLES}[own_loss]",
+        f"{EXAMPLES}[sweep]",
+    ),
+    "a Python script, inside of an event loop, on two ranks": (
+        f"{HERE}::test_a_script_and_a_running_event_loop",
+        "tests/e2e/test_api.py::test_a_script_trains_again_and_again_and_gets_exceptions",
+        f"{PAGES}[docs/python.md]",
+    ),
+    "the wheel in an environment of its own": (
+        "tests/repo/test_package.py::test_the_installed_program_runs_from_another_folder",
+        "tests/repo/test_package.py::test_the_installed_program_trains",
+    ),
+    "mistakes": (
+        "tests/unit/test_cli.py::test_one_message_and_exit_code_2",
+        "tests/unit/test_cli.py::test_everything_wrong_is_said_at_once",
+        "tests/unit/test_data_rows.py::test_a_bad_row_is_named",
+    ),
+    "checkpoints that transformers saved": (
+        "tests/e2e/test_families_engine.py::",
+        "tests/unit/test_shape.py::",
+    ),
+    "a model of the hub by its name": (
+        f"{HERE}::test_a_model_by_name_trains_and_resumes_without_network",
+        "tests/unit/test_hub.py::test_a_plan_takes_the_small_files_and_says_what_a_start_downloads",
+    ),
+    "plan, doctor, show and watch": (
+        "tests/unit/test_plan.py::",
+        "tests/e2e/test_doctor.py::",
+        f"{PAGES}[docs/reading-a-run.md]",
+        "tests/unit/test_watch.py::",
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_tests_that_exist(task: str) -> None:
+    for name in TASKS[task]:
+        file, _, test = name.partition("::")
+        function, _, case = test.rstrip("]").partition("[")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert not function or function in defined, name
+        page = case if case.endswith(".md") else f"examples/{case}/README.md"
+        assert not case or blocks(page, (ROOT / page).read_text(encoding="utf-8")), name
+
+
+class Desk:
+    """A user's folder, beside a clone of the repository."""
+
+    def __init__(self, folder: Path) -> None:
+        checkout(folder / "clone", is_warm=True)
+        self.folder = folder / "proj"
+        self.folder.mkdir()
+
+    def write(self, **files: str) -> None:
+        """Write files; `__` in a name is a folder, `_` before the last word its dot."""
+        for name, text in files.items():
+            path = self.folder / ".".join(name.replace("__", "/").rsplit("_", 1))
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+    def type(self, script: str) -> str:
+        """Run lines in the folder; what they print."""
+        return run(Block(page=self.folder.name, line=1, script=script), self.folder)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def rows(*answers: object) -> str:
+    lines = [
+        {"question": f"Tom has {n} eggs. He finds 4. How many eggs are left?", "answer": answer}
+        for n, answer in enumerate(answers, 1)
+    ]
+    return "\n".join(map(json.dumps, lines)) + "\n"
+
+
+GENERATE = """\
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": "Tom has 3 eggs. He finds 4. How many eggs are left?"}]
+inputs = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+print("GENERATED", output.shape[1] - inputs["input_ids"].shape[1])
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.large
-def test_a_model_by_name_trains_and_resumes_without_network(tmp_path: Path) -> None:
+def test_own_rows_rewards_and_settings(desk: Desk) -> None:
+    """Trained, evaluated from checkpoint and export, and the export speaks in transformers."""
+    desk.write(
+        rows_jsonl=rows(*range(5, 13)),
+        rewards_py=(
+            "def exact_match(response, prompt):\n"
+            "    return float(response.strip() == prompt.answer)\n\n\n"
+            "def format_bonus(response, prompt, bonus=1.0):\n"
+            "    return bonus if '####' in response else 0.0\n"
+        ),
+        settings__mine_yaml=(
+            "base: tiny\n"
+            "data: {path: rows.jsonl, system_prompt: Answer with a number.}\n"
+            "reward:\n"
+            "  function: [rewards.py:exact_match, rewards.py:format_bonus]\n"
+            "  args: {bonus: 0.5}\n"
+            "rollout: {prompts_per_step: 4}\n"
+            "train: {steps: 1}\n"
+            "eval: {path: ''}\n"
+        ),
+        generate_py=GENERATE,
+    )
+    desk.type("../clone/launch/local.sh settings/mine.yaml")
+    (row,) = rows_of(desk.folder / "runs" / "mine")
+    assert row["step"] == 1 and "reward/format_bonus/mean" in row
+    evaluation = "--eval.only --eval.path rows.jsonl"
+    said = desk.type(f"../clone/launch/local.sh --from runs/mine {evaluation}")
+    assert "checkpoint" in said and "accuracy" in said
+    said = desk.type(
+        "../clone/launch/local.sh tiny --model.path runs/mine/hf/step_000001 "
+        f"--reward.function exact {evaluation} --log.dir runs/export"
+    )
+    assert "accuracy" in said
+    said = desk.type("../clone/.venv/bin/python generate.py runs/mine/hf/step_000001")
+    assert "GENERATED" in said
+
+
+BRIEF = """\
+def brief(response, prompt):
+    return 1 / (1 + len(response))
+"""
+SCRIPT = """\
+import asyncio
+
+from mine import brief
+from r3 import train
+
+SETTINGS = {"parallel": {"ep": 1}, "train.steps": 1, "eval.path": (), "rollout.prompts_per_step": 4}
+
+
+async def main():
+    return train("tiny", {**SETTINGS, "log.dir": "loop", "reward.function": brief})
+
+
+if __name__ == "__main__":
+    print("LOOP", asyncio.run(main()).metrics[-1]["step"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.large
+def test_a_script_and_a_running_event_loop(desk: Desk) -> None:
+    """A function object as reward, sections and full names together."""
+    desk.write(script_py=SCRIPT, mine_py=BRIEF)
+    assert "LOOP 1" in desk.type("../clone/.venv/bin/python script.py")
+    assert [row["step"] for row in rows_of(desk.folder / "loop")] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.large
+def test_a_model_by_name_trains_and_resumes_without_network(desk: Desk, tmp_path: Path) -> None:
     """Two ranks ask for the weights once; the second start asks for nothing."""
-    checkout(tmp_path / "clone", is_warm=True)
-    folder, model = tmp_path / "proj", ROOT / "r3" / "assets" / "tiny-moe"
-    folder.mkdir()
-
-    def started(url: str, steps: int) -> str:
-        script = (
-            f"export HF_HUB_CACHE={tmp_path / 'cache'} HF_ENDPOINT={url}\n"
-            "../clone/launch/local.sh tiny-smoke --model.path hub:owner/tiny --eval.path '' "
-            f"--rollout.prompts_per_step 4 --train.steps {steps} --log.dir runs/hub"
-        )
-        return run(Block(page="proj", line=1, script=script), folder)
-
+    model = ROOT / "r3" / "assets" / "tiny-moe"
+    cache = f"export HF_HUB_CACHE={tmp_path / 'cache'}"
+    start = (
+        "../clone/launch/local.sh tiny-smoke --model.path hub:owner/tiny --eval.path '' "
+        "--rollout.prompts_per_step 4 --train.steps {} --log.dir runs/hub"
+    )
     with serving(Hub({"owner/tiny": {"main": model}})) as hub:
-        assert started(hub.url, 1).count("downloading hub:owner/tiny") == 1
+        said = desk.type(f"{cache} HF_ENDPOINT={hub.url}\n{start.format(1)}")
+        assert said.count("downloading hub:owner/tiny") == 1
         sizes = {file.name: file.stat().st_size for file in model.iterdir()}
         assert dict(hub.sent) == sizes, "each file once"
-    assert "after step 1" in started("http://127.0.0.1:9", 2)
-    assert [row["step"] for row in rows_of(folder / "runs" / "hub")] == [1, 2]
-    assert "path: hub:owner/tiny" in (folder / "runs" / "hub" / "config.yaml").read_text()
+    said = desk.type(f"{cache} HF_ENDPOINT=http://127.0.0.1:9\n{start.format(2)}")
+    assert "after step 1" in said
+    assert [row["step"] for row in rows_of(desk.folder / "runs" / "hub")] == [1, 2]
+    assert "path: hub:owner/tiny" in (desk.folder / "runs" / "hub" / "config.yaml").read_text()

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from r3.run.folder import RunDir
+from r3.tools.report.tokens import read_arrays
 from tests.browser import Browser, chromium, why_absent
-from tests.run_folder import GROUPS, SAMPLES, save_scores, write_run
-from tests.runs import program
+from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
+from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
@@ -19,7 +23,18 @@ needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "r3.report", *map(str, words)]
-    return program(*command)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def save_scores(run: Path) -> None:
+    """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came
+    from.
+    """
+    arrays = read_arrays(RunDir(run), 1)
+    live = arrays.routed_experts.copy()
+    live[5] = (live[5] + 1) % EXPERTS  # row 5 of the first rollout predicted its token 6
+    shifted = arrays.logprobs + np.float32(0.5) * arrays.loss_mask
+    save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a run with replay and of one without."""
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder / "with_replay"), write_run(folder / "live", replay="off", steps=2)]
-    save_scores(runs[0], row=5)  # row 5 of the first rollout predicted its token 6
+    save_scores(runs[0])
     done = report(*runs, "-o", folder / "report.html")
     assert done.returncode == 0, done.stderr
     assert "2 run(s)" in done.stdout

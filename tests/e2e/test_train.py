@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from r3 import assets
+from r3.algo.advantage import reinforce_pp_baseline
 from r3.tools.dumps import read_rollouts
-from tests.runs import kill, program, rows_of, run, start, timeless
+from tests.runs import kill, rows_of, run, start, timeless
 from tests.warm import interpreter
+from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -152,7 +155,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: 
     command = [interpreter(), "-m", "r3.export", str(straight), "--to"]
     for step, to in ((6, tmp_path / "six"), (4, tmp_path / "four")):
         words = [*command, str(to), "--step", str(step)]
-        done = program(*words)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     own, same, earlier = (
         load_file(folder / "model-00001.safetensors")
@@ -168,7 +171,10 @@ def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: 
 
 def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     expected = [
-        *("config.yaml", "metrics.jsonl", "tensorboard", "rollouts/step_000001.jsonl"),
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "rollouts/step_000001.jsonl",
         "rollouts/step_000001.safetensors",
     ]
     expected += [
@@ -215,8 +221,19 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
         *("--eval.only", "--eval.path", held_out, held_out, held_out),
         *("--eval.name", "heldout", "sampled", "game", "--eval.env", "", "", "guess_number"),
         *("--eval.samples", "1", "4", "1", "--eval.temperature", "0", "1", "0"),
-        *("--eval.max_prompts", "0", "32", "4", "--eval.pass_at", "1", "2"),
-        *("--eval.max_tokens", "0", "8", "40"),
+        *(
+            "--eval.max_prompts",
+            "0",
+            "32",
+            "4",
+            "--eval.pass_at",
+            "1",
+            "2",
+            "--eval.max_tokens",
+            "0",
+            "8",
+            "40",
+        ),
     )
     assert (
         f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training"
@@ -263,13 +280,66 @@ def test_a_run_ends_with_what_it_came_to_and_where_that_lies(straight: Path) -> 
     assert line.endswith(f"{straight}/metrics.jsonl, {straight}/tensorboard")
 
 
+def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path: Path) -> None:
+    rows = [
+        {"question": "book " * (600 if i == 3 else 2) + str(i), "answer": "#### 1"}
+        for i in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [
+        ROOT / "launch" / "local.sh",
+        "tiny-smoke",
+        "--data.path",
+        "rows.jsonl",
+        "--eval.path",
+        "",
+    ]
+    environment = os.environ | {"PYTHON": interpreter(), "NPROC": "2"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 2
+    loading, tokenizers, reading = done.stdout.splitlines()
+    assert loading.startswith("importing torch") and reading.startswith("reading model facts")
+    assert tokenizers.startswith("importing transformers")
+    first, second = done.stderr.splitlines()
+    assert first == "data: 1 problem"
+    assert second.startswith(
+        "  - rows.jsonl: question: 1 of 20 rows is longer than 472 tokens with the chat template; "
+        "the longest has 1211 (rows.jsonl:4)"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
     run(
         tmp_path / "r2",
-        *("--train.steps", "2", "--train.updates_per_step", "2", "--replay.mode", "r2"),
-        *("--algo.kl_coef", "0.01"),
-        *("--algo.correction", "token_tis", "--model.recompute", "full", "--eval.path", ""),
-        *("--parallel.ep", "1"),
+        *(
+            "--train.steps",
+            "2",
+            "--train.updates_per_step",
+            "2",
+            "--replay.mode",
+            "r2",
+            "--algo.kl_coef",
+            "0.01",
+        ),
+        *(
+            "--algo.correction",
+            "token_tis",
+            "--model.recompute",
+            "full",
+            "--eval.path",
+            "",
+            "--parallel.ep",
+            "1",
+        ),
         *("--algo.aggregation", "sequence", "--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "r2")
@@ -278,6 +348,78 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
     # The second update sees ratios other than 1
     assert first["loss/clip_frac"] > 0 or second["loss/clip_frac"] > 0
     assert first["mismatch/abs_max"] <= 1e-4  # measured before any update
+
+
+@pytest.mark.large
+def test_sequence_losses_work_under_context_parallelism(tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        *(
+            "--train.steps",
+            "2",
+            "--train.updates_per_step",
+            "2",
+            "--eval.path",
+            "",
+            "--parallel.ep",
+            "1",
+        ),
+        *("--parallel.cp", "2", "--algo.loss", "gspo", "--algo.aggregation", "sequence"),
+        *(
+            "--algo.clip_low",
+            "3e-4",
+            "--algo.clip_high",
+            "4e-4",
+            "--algo.correction",
+            "sequence_mis",
+        ),
+        *(
+            "--algo.advantage",
+            "reinforce_pp_baseline",
+            "--algo.kl_coef",
+            "0.01",
+            "--algo.kl_in",
+            "reward",
+        ),
+        *(
+            "--algo.kl_estimator",
+            "k1",
+            "--algo.overlong_buffer",
+            "20",
+            "--algo.overlong_filter",
+            "True",
+        ),
+        *("--replay.reference", "True", "--log.rollouts_every", "1"),
+        *("--rollout.prompts_per_step", "8"),
+    )
+    first, second = rows_of(tmp_path / "run")
+    # Before any update policy and reference are one; both pass over the same tokens with the same
+    # routes.
+    assert abs(first["loss/kl_ref"]) <= 1e-6 < abs(second["loss/kl_ref"])
+    # float32 on both sides: products of some 10 weights, each 1 to 1e-5
+    assert (
+        first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        and first["correction/cut_frac"] == 0
+    )
+    assert first["loss/clip_frac"] > 0.01  # the second update has left bounds of 3e-4
+    assert first["reward/shaped_mean"] < first["reward/mean"]
+    rollouts, rewards, advantages = read_rollouts(
+        tmp_path / "run" / "rollouts" / "step_000001.jsonl"
+    )
+    shaped = [
+        reward - min(1.0, max(0.0, (rollout.num_response_tokens - 20) / 20))
+        for rollout, reward in zip(rollouts, rewards, strict=True)
+    ]
+    assert sum(shaped) / len(shaped) == pytest.approx(first["reward/shaped_mean"], abs=1e-9)
+    expected = reinforce_pp_baseline(
+        torch.tensor(shaped), torch.tensor([r.group for r in rollouts])
+    )
+    # of the rollouts of both ranks, where half of them have another scale
+    assert list(advantages) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+    half = reinforce_pp_baseline(
+        torch.tensor(shaped[::2]), torch.tensor([r.group for r in rollouts[::2]])
+    )
+    assert (half - expected[::2]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

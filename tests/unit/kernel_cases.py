@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from r3 import extras
 from r3.backends import expert_kernels
 from r3.layers import kernels
 
@@ -79,7 +78,8 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 
 def compare(device: str) -> Iterator[dict[str, Any]]:
     """Errors of every kernel, size and type."""
-    triton_kernels: Any = extras.triton_kernels()
+    from r3.backends.cuda import triton_kernels
+
     for dtype in (torch.float32, torch.bfloat16):
         for size in SIZES:
             for name, arguments in inputs(size, dtype, device).items():
@@ -100,7 +100,8 @@ SCALE = 1 / 0.7
 
 def output_layer(device: str) -> Iterator[dict[str, Any]]:
     """Errors of the output layer's sums and gradients against float64, by kernel and by torch."""
-    triton_kernels: Any = extras.triton_kernels()
+    from r3.backends.cuda import triton_kernels
+
     for dtype in (torch.float32, torch.bfloat16):
         for count, width, columns in LOGITS:
             generator = torch.Generator().manual_seed(0)
@@ -170,7 +171,8 @@ ROWS = [(130, 128, 4), (3, 1500, 5), (0, 16, 2)]
 
 def whole_rows(device: str) -> Iterator[dict[str, Any]]:
     """Errors of norms and rotations against plain torch in float64, by kernel and by torch."""
-    triton_kernels: Any = extras.triton_kernels()
+    from r3.backends.cuda import triton_kernels
+
     triton_kernels._PARTIAL_SUMS = 2
     for dtype in (torch.float32, torch.bfloat16):
         for count, width, heads in ROWS:
@@ -249,7 +251,8 @@ def compile_all() -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    triton_kernels: Any = extras.triton_kernels()
+    from r3.backends.cuda import triton_kernels
+
     types = {name: kind for names, kind in ARGUMENTS.items() for name in names.split()}
     sizes = {}
     for name, variants in CONSTANTS.items():

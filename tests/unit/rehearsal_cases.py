@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
-from r3 import extras
 from r3.algo.packing import with_advantages
 from r3.backends import expert_kernels
+from r3.backends.cuda.fused_experts import DeviceExperts
+from r3.backends.dispatch import Transfer
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
 from r3.judges.model import Batches
@@ -394,7 +395,7 @@ class Beside(TorchDispatchMode):
         found: direction of the pass, and name of the operation.
     """
 
-    def __init__(self, pending: list[Any]) -> None:
+    def __init__(self, pending: list[Transfer]) -> None:
         super().__init__()
         self.found: list[str] = []
         self._pending = pending
@@ -425,13 +426,13 @@ def order_of_transfers(path: str) -> dict[str, Any]:
             """Races and products of a pass, which leaves out some waits for tokens."""
             order.races.clear()
             torch.cuda.synchronize()
-            pending: list[Any] = []
+            pending: list[Transfer] = []
 
-            def starts(transfer: Any, *args: Any, **kwargs: Any) -> None:
+            def starts(transfer: Transfer, *args: Any, **kwargs: Any) -> None:
                 START(transfer, *args, **kwargs)
                 pending.append(transfer)
 
-            def finishes(transfer: Any) -> list[torch.Tensor]:
+            def finishes(transfer: Transfer) -> list[torch.Tensor]:
                 pending.remove(transfer)
                 are_sizes = not transfer._results[0].is_floating_point()
                 if skipped() and not are_sizes:
@@ -454,7 +455,6 @@ def order_of_transfers(path: str) -> dict[str, Any]:
     return found
 
 
-Transfer = extras.dispatch().Transfer
 START, FINISH = Transfer.start, Transfer.finish
 
 
@@ -495,11 +495,10 @@ def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
     return changed
 
 
-def _float_experts(self: Any, tokens: torch.Tensor, slots: Any, gates: Any) -> Any:
+def _float_experts(self: DeviceExperts, tokens: torch.Tensor, slots: Any, gates: Any) -> Any:
     return FUSED(self, tokens.float(), slots, gates)
 
 
-DeviceExperts: Any = extras.experts(is_cuda=True)
 FUSED = DeviceExperts.forward
 
 

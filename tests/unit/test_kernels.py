@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import program
 from tests.world import ROOT
 
 pytestmark = [
@@ -32,13 +33,13 @@ def measured() -> dict[str, list[dict[str, Any]]]:
 def run(*words: str, **variables: str) -> str:
     """What `kernel_cases` prints."""
     assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make test installs it there"
-    done = program(
-        sys.executable,
-        "-m",
-        "tests.unit.kernel_cases",
-        *words,
-        env={"PYTHONPATH": f"{TRITON}:{ROOT}"} | variables,
-        timeout_s=400,
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernel_cases", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{TRITON}:{ROOT}"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from r3 import extras
 from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.lora.adapters import QuantisedWeight
 from r3.lora.peft import (
     adapter_config,
     adapter_notes,
@@ -26,6 +26,14 @@ from r3.lora.peft import (
     joined_in,
     lost_in_peft,
     write_adapter,
+)
+from r3.lora.plan import (
+    adapted_tensors,
+    adapter_fault,
+    matrices,
+    other_base,
+    quantised_tensors,
+    scale_in,
 )
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from r3.models.shape import ModelShape
@@ -40,10 +48,6 @@ from tests.families import (
 from tests.settings import changed, found
 from tests.sweeps import sweep
 
-adapters = extras.adapters()
-
-plan = extras.adapter_plan()
-
 pytestmark = pytest.mark.unit
 
 SHAPE = ModelShape.read(TINY_MOE)
@@ -51,24 +55,22 @@ SHAPE = ModelShape.read(TINY_MOE)
 
 
 def test_targets_are_matrices_of_the_checkpoint() -> None:
-    assert plan.adapted_tensors(SHAPE, LoraConfig()) == {}
-    ranks = plan.adapted_tensors(SHAPE, LoraConfig(rank=8, expert_rank=4))
+    assert adapted_tensors(SHAPE, LoraConfig()) == {}
+    ranks = adapted_tensors(SHAPE, LoraConfig(rank=8, expert_rank=4))
     assert {name.split(".")[3] for name in ranks} == {"self_attn", "mlp"}
     experts = {name for name in ranks if ".experts." in name}
     assert len(experts) == 3 * SHAPE.num_experts * SHAPE.num_layers
     assert len(ranks) - len(experts) == 4 * SHAPE.num_layers  # q, k, v, o; no norm
     assert {ranks[name] for name in experts} == {4}
-    routers = plan.adapted_tensors(
-        SHAPE, LoraConfig(rank=8, targets=("router",)), ["model.layers.0.*"]
-    )
+    routers = adapted_tensors(SHAPE, LoraConfig(rank=8, targets=("router",)), ["model.layers.0.*"])
     assert sorted(routers) == [f"model.layers.{n}.mlp.gate.weight" for n in (1, 2, 3)]
 
 
 def test_a_tied_output_layer_has_no_adapter() -> None:
     lora = LoraConfig(rank=8, targets=("head",))
-    assert list(plan.adapted_tensors(replace(SHAPE, tied=False), lora)) == ["lm_head.weight"]
+    assert list(adapted_tensors(replace(SHAPE, tied=False), lora)) == ["lm_head.weight"]
     with pytest.raises(ValueError, match="the embedding too in this model"):
-        plan.adapted_tensors(replace(SHAPE, tied=True), lora)
+        adapted_tensors(replace(SHAPE, tied=True), lora)
 
 
 def test_the_scale_is_that_of_lora_or_rslora() -> None:
@@ -79,14 +81,22 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
 @pytest.mark.parametrize(
     ("values", "field", "rule"),
     [
-        ({"lora.targets": ["attention", "shared"]}, "lora.targets", "include shared, which this"),
+        (
+            {"lora.targets": ["attention", "shared"]},
+            "lora.targets",
+            "include shared, which this model",
+        ),
         ({"lora.targets": "router", "train.freeze": "*.gate.weight"}, "lora.targets", "nothing to"),
         ({"lora.targets": ""}, "lora.targets", "is empty"),
         ({"lora.start": "/nowhere"}, "lora.start", "is no folder of a PEFT adapter"),
         ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
         ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
         ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
-        ({"model.base": "int8", "lora.rank": "0"}, "model.base", "without lora.rank all are"),
+        (
+            {"model.base": "int8", "lora.rank": "0"},
+            "model.base",
+            "without lora.rank all are trained",
+        ),
         ({"model.experts": "sequential"}, "model.experts", "all experts of a rank as one tensor"),
         ({"parallel.etp": "2", "parallel.ep": "1"}, "parallel.etp", "neither 1 nor parallel.tp"),
         (
@@ -120,7 +130,7 @@ def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
     assert fit(config, shape, 2, 80).fits and fit(one, shape, 1, 141).fits
     full = replace(one, lora=LoraConfig())
     assert not fit(full, shape, 1, 141).fits
-    ranks = plan.adapted_tensors(shape, one.lora)
+    ranks = adapted_tensors(shape, one.lora)
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     train = memory(one, shape, 1)["TRAIN"]
     assert train["gradients"] == train["adapters"] == 4 * values
@@ -139,7 +149,7 @@ def test_the_plan_with_a_quantised_base_fits_one_or_two_gpus(model: str) -> None
         two = replace(config, model=replace(config.model, base=base))
         one = replace(two, parallel=replace(config.parallel, ep=1, engine_tp=1))
         assert fit(two, shape, 2, 80).fits and fit(one, shape, 1, 141).fits
-    sizes = {name: math.prod(shape.tensor_shapes[name]) for name in plan.quantised_tensors(shape)}
+    sizes = {name: math.prod(shape.tensor_shapes[name]) for name in quantised_tensors(shape)}
     # Embedding, output layer, routers, norms and convolutions are 2 bytes.
     rest = 2 * (shape.num_params - sum(sizes.values()))
     weights = memory(one, shape, 1)["GENERATE"]["policy weights"]
@@ -154,15 +164,15 @@ def test_the_plan_with_a_quantised_base_fits_one_or_two_gpus(model: str) -> None
 
 def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
     lora = LoraConfig(rank=8, expert_rank=4, alpha=16)
-    ranks = plan.adapted_tensors(SHAPE, lora)
+    ranks = adapted_tensors(SHAPE, lora)
     config = adapter_config(SHAPE, lora, ranks, "base")
     assert config["target_modules"] == [
         *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     ]
     # One scale for all, that of experts: 16 / 4. vLLM has no other, and PEFT's patterns keep it.
     assert (config["r"], config["lora_alpha"], set(config["rank_pattern"].values())) == (4, 16, {8})
-    assert {plan.scale_in(config, name) for name in ranks} == {4.0}
-    part = plan.adapted_tensors(SHAPE, lora, ["model.layers.0.self_attn.[qkv]_proj.weight"])
+    assert {scale_in(config, name) for name in ranks} == {4.0}
+    part = adapted_tensors(SHAPE, lora, ["model.layers.0.self_attn.[qkv]_proj.weight"])
     named = adapter_config(SHAPE, lora, part, "base")["target_modules"]
     assert "model.layers.1.self_attn.q_proj" in named and "q_proj" not in named
     pairs = [("model.layers.0.self_attn.q_proj.weight", torch.ones(8, 4), torch.ones(6, 8))]
@@ -204,21 +214,21 @@ def test_only_plain_adapters_are_started_from(
     config = adapter_config(SHAPE, lora, {name: 8}, "base") | {key: value}
     pairs = [(name, torch.ones(8, width), torch.ones(rows, 8))]
     write_adapter(tmp_path / "adapter", pairs, config, lora)
-    found = plan.adapter_fault(str(tmp_path / "adapter"), SHAPE, {name: 8})
+    found = adapter_fault(str(tmp_path / "adapter"), SHAPE, {name: 8})
     assert found.startswith(fault) and bool(found) == bool(fault)
 
 
 def test_an_adapter_with_whole_modules_is_refused(tmp_path: Path) -> None:
     """PEFT's modules_to_save: a start without them would be another model."""
     lora = LoraConfig(rank=8)
-    ranks = plan.adapted_tensors(SHAPE, lora)
+    ranks = adapted_tensors(SHAPE, lora)
     config = adapter_config(SHAPE, lora, ranks, "")
     write_adapter(tmp_path / "adapter", random_pairs(SHAPE, ranks), config, lora)
-    assert plan.adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks) == ""
+    assert adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks) == ""
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     head = "base_model.model.lm_head.weight"
     save_file(load_file(file) | {head: torch.zeros(512, 128)}, file)
-    fault = plan.adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks)
+    fault = adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks)
     assert fault == f"differs in 1 tensors, such as {head}"
 
 
@@ -237,13 +247,13 @@ def test_the_base_of_an_adapter_is_compared_by_name(
     named: str, path: str, warns: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
-    assert plan.other_base(str(tmp_path), path) == (named if warns else "")
+    assert other_base(str(tmp_path), path) == (named if warns else "")
 
 
 def test_an_adapter_of_another_base_is_noted(tmp_path: Path) -> None:
     lora, model = LoraConfig(rank=8), tmp_path / "model"
     shutil.copytree(TINY_MOE, model)
-    ranks = plan.adapted_tensors(SHAPE, lora)
+    ranks = adapted_tensors(SHAPE, lora)
     values = {"lora.rank": "8", "lora.start": str(tmp_path / "adapter"), "model.path": str(model)}
     for base, count in ((TINY_MOE, 1), (model, 0)):
         config = adapter_config(SHAPE, lora, ranks, str(base))
@@ -258,7 +268,7 @@ def test_a_block_has_its_largest_value_and_zeros_stay(kind: Literal["int8", "fp8
     weight = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
     weight[0, :128], weight[1, 5] = 0.0, 1000.0
     for rows, by_columns in ((weight, False), (weight.T.contiguous(), True)):
-        read = adapters.QuantisedWeight.of(rows, kind, by_columns=by_columns).read(torch.float32)
+        read = QuantisedWeight.of(rows, kind, by_columns=by_columns).read(torch.float32)
         read = read.T if by_columns else read
         assert read.shape == weight.shape and not read[0, :128].any()
         assert read[1, 5] == pytest.approx(1000.0, rel=1e-6)
@@ -270,8 +280,15 @@ ALL = LoraConfig().targets
 OWN = ("attention", "experts")
 CONVERTED = (
     *("qwen3_moe", "olmoe", "qwen3_next", "mixtral", "deepseek_v3", "glm-4.5-air"),
-    *("glm-4.7-flash", "minimax-m2", "ernie4_5_moe", "deepseek_v3.2", "glm-5", "solar_open"),
-    "dots1",
+    *(
+        "glm-4.7-flash",
+        "minimax-m2",
+        "ernie4_5_moe",
+        "deepseek_v3.2",
+        "glm-5",
+        "solar_open",
+        "dots1",
+    ),
 )
 _GATE_UP, _DOWN = "*.experts.*.{gate,up}_proj.*", "*.experts.*.down_proj.*"
 
@@ -339,12 +356,12 @@ def test_an_export_says_what_peft_does_not_apply(
         names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         for published, own in names.items():
             patterns = [pattern.replace(published, own) for pattern in patterns]
-    ranks = plan.adapted_tensors(shape, lora, patterns)
+    ranks = adapted_tensors(shape, lora, patterns)
     base, merged, got = adapted_logits(path, tmp_path, lora, ranks)
     # Rounding of float32 is 1e-5 of what the adapter moves. Lost adapters leave 0.06 and more.
     error = float((got - merged).abs().max() / (merged - base).abs().max())
     assert (error > 1e-2) == bool(lost) and (error < 1e-4) != bool(lost), error
-    assert " ".join(sorted({plan.matrices(shape)[x] for x in lost_in_peft(shape, ranks)})) == lost
+    assert " ".join(sorted({matrices(shape)[x] for x in lost_in_peft(shape, ranks)})) == lost
     notes = adapter_notes(shape, ranks)
     assert len(notes) == bool(lost) and all(part in "".join(notes) for part in lost.split())
 
@@ -363,7 +380,7 @@ def test_an_adapter_of_a_wrapped_model_is_for_its_text_model(tmp_path: Path) -> 
     whole = wrapped_checkpoint(tmp_path / "model", stacked=False)
     path, lora = tmp_path / "model", LoraConfig(rank=8, targets=("attention",))
     shape = ModelShape.read(path)
-    ranks = plan.adapted_tensors(shape, lora)
+    ranks = adapted_tensors(shape, lora)
     config = adapter_config(shape, lora, ranks, str(path))
     write_adapter(tmp_path / "adapter", random_pairs(shape, ranks), config, lora)
     tokens, moved = torch.arange(24)[None], []
@@ -386,5 +403,5 @@ def test_an_adapter_names_its_base_as_peft_loads_it(
         ("hub:Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", "main"),
         ("models/mine", str(tmp_path / "models/mine"), None),
     ):
-        config = adapter_config(SHAPE, lora, plan.adapted_tensors(SHAPE, lora), path)
+        config = adapter_config(SHAPE, lora, adapted_tensors(SHAPE, lora), path)
         assert (config["base_model_name_or_path"], config["revision"]) == (name, revision)
