@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from r3.agents import Workflows
@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 500
 
 
 def play_round(
-    workflows: Workflows,
+    environments: Workflows | ConversationSetup,
     tokenizer: Any,
     prompts: Mapping[int, Prompt],
     *,
@@ -32,6 +32,8 @@ def play_round(
     scorer: Scorer | None = None,
     keep_failed: bool = False,
     engine_s: float = 0.0,
+    token_budget: int = 0,
+    resumed: Sequence[Any] = (),
 ) -> tuple[RoundResult, list[Turn]]:
     """Play one round; return its rollouts and what the engine was asked for.
 
@@ -39,17 +41,18 @@ def play_round(
         says: what the model answers to a turn.
         engine_s: seconds that the engine takes for all turns that come at once.
     """
-    renderer = Renderer(tokenizer, {})
-    setup = ConversationSetup(
-        environments=workflows,
-        tokenizer=tokenizer,
-        renderer=renderer,
-        parser=MessageReader(built_in),
-    )
+    setup = environments
+    if isinstance(setup, Workflows):
+        setup = ConversationSetup(
+            environments=setup,
+            tokenizer=tokenizer,
+            renderer=Renderer(tokenizer, {}),
+            parser=MessageReader(built_in),
+        )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(
         setup=setup,
-        sampling=Sampling(stop=workflows.stop, stop_tokens=renderer.ends),
+        sampling=Sampling(stop=setup.environments.stop, stop_tokens=setup.renderer.ends),
         capture=CaptureSpec(
             policy_version=0,
             captures=False,
@@ -59,10 +62,11 @@ def play_round(
         run_seed=0,
         max_response_tokens=max_response_tokens,
         max_model_len=MAX_MODEL_LEN,
+        token_budget=token_budget,
         keep_failed=keep_failed,
         needs_reward=scorer.uses_environment,
     )
-    round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
+    round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples, resumed=resumed)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
     end = tokenizer.eos_token_id
     try:
@@ -88,5 +92,5 @@ def play_round(
                 )
         return round_.result(), asked
     finally:
-        workflows.close()
+        setup.environments.close()
         scorer.close()

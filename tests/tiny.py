@@ -27,7 +27,7 @@ from r3.config import (
     TrainConfig,
 )
 from r3.models.shape import ModelShape
-from r3.types import Rollout
+from r3.types import Prompt, Rollout
 
 FEW_ROWS = f"{assets.WORD_PROBLEMS_TRAIN}[:512]"
 """An eighth of the shipped rows: each process of a run reads and tokenises them."""
@@ -114,6 +114,20 @@ def random_rollouts(
             )
         )
     return rollouts
+
+
+QUESTION = Prompt(
+    id="rows.jsonl:7",
+    messages=({"role": "user", "content": "3 + 4?"},),
+    tokens_T=(1,),
+    answer="#### 7",
+)
+
+
+def responded(response: str = "", sample_index: int = 0) -> Rollout:
+    """A short rollout with this response."""
+    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    return replace(made, response=response, sample_index=sample_index)
 
 
 MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}

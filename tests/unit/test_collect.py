@@ -14,20 +14,19 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
-from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
+from r3.engine import CaptureSpec, Sampled, Transcript, Turn
 from r3.metrics import merged_parts
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout import (
-    ConversationRules,
     ConversationSetup,
     EnvironmentFailed,
-    Round,
     RoundResult,
     rollout_metrics,
     without_end,
 )
 from r3.types import Prompt
+from tests.rounds import play_round
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
 pytestmark = pytest.mark.unit
@@ -156,66 +155,36 @@ class Script:
     def play(
         self,
         environment: str,
-        scorer: Scorer,
+        scorer: Scorer | str,
         *,
         prompts: int | Sequence[int] = 1,
         samples: int = 1,
         says: str = "hello",
         token_budget: int = 0,
         resumed: Sequence[Any] = (),
-        tools: tuple[Mapping[str, Any], ...] = (),
-        answer: str = "",
+        asked: Mapping[str, Any] = {},
         **env: Any,
     ) -> RoundResult:
+        """Play one round; `asked` are fields of the prompts."""
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
-        setup = ConversationSetup.of(settings, self.tokenizer, "tiny")
-        assert setup.chat is not None
-        rules = ConversationRules(
-            setup=setup,
-            sampling=Sampling(stop_tokens=setup.renderer.ends),
-            capture=CaptureSpec(
-                policy_version=0,
-                captures=False,
-                on_missing="error",
-                shape=ModelShape.read(tiny_config().model.path),
-            ),
-            run_seed=0,
-            max_response_tokens=400,
-            max_model_len=500,
-            token_budget=token_budget,
-            needs_reward=scorer.uses_environment,
-        )
         numbers = range(prompts) if isinstance(prompts, int) else prompts
-        asked = {number: replace(prompt(number), tools=tools) for number in numbers}
-        if answer:
-            asked = {number: replace(each, answer=answer) for number, each in asked.items()}
-        round_ = Round(
-            rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
+        began, first = time.monotonic(), []
+
+        def answer(turn: Turn) -> str:
+            first.append(time.monotonic() - began)
+            return says
+
+        result, _ = play_round(
+            ConversationSetup.of(settings, self.tokenizer, "tiny"),
+            self.tokenizer,
+            {number: replace(prompt(number), **asked) for number in numbers},
+            says=answer,
+            samples=samples,
+            scorer=self.scorer(scorer) if isinstance(scorer, str) else scorer,
+            token_budget=token_budget,
+            resumed=resumed,
         )
-        tokens = [
-            *self.tokenizer(says, add_special_tokens=False)["input_ids"],
-            self.tokenizer.eos_token_id,
-        ]
-        remaining, began, asked_before = round_.size, time.monotonic(), False
-        while remaining:
-            turns, finished = round_.advance(engine_busy=False)
-            if turns and not asked_before:
-                self.first_turn_s, asked_before = time.monotonic() - began, True
-            remaining -= finished
-            for turn in turns:
-                said = tokens[: turn.max_tokens]
-                sampled = Sampled(
-                    key=turn.key,
-                    tokens_T=said,
-                    logprobs_T=[-1.0] * len(said),
-                    routed_experts=None,
-                    first_row=turn.first_row,
-                    finish_reason="stop" if said == tokens else "length",
-                )
-                round_.receive_sample(sampled)
-        result = round_.result()
-        setup.environments.close()
-        scorer.close()
+        self.first_turn_s = first[0] if first else 0.0
         return result
 
 
@@ -233,46 +202,38 @@ def shares(collected: RoundResult) -> list[float | None]:
     return [type(part).reduce([part]) for part in parts]
 
 
-def test_an_unfinished_conversation_gets_the_declared_reward(script: Script) -> None:
-    scorer = script.scorer("refuse")
-    collected = script.play("Late", scorer, max_turns=2, unfinished_reward=-0.5)
-    assert rewards_of(collected) == [-0.5]
-    assert collected.rollouts[0].finish_reason == "turns"
-    assert shares(collected) == [0, 0, 1]
+UNFINISHED: dict[str, Any] = {"max_turns": 2, "unfinished_reward": -0.5}
 
 
-def test_without_env_functions_score_what_the_environment_did_not(script: Script) -> None:
-    assert rewards_of(script.play("Late", script.scorer("refuse"))) == [1.0]
-    collected = script.play("Half", script.scorer("length"), prompts=4)
-    assert rewards_of(collected) == [1.0, 5.0, 1.0, 5.0]
-    assert shares(collected) == [0.5, 0.5, 0]
-
-
-def test_env_is_a_weighted_part_of_the_reward(script: Script) -> None:
-    scorer = script.scorer("env", "length", weights=(2.0, 0.1))
-    collected = script.play("Late", scorer)
-    assert rewards_of(collected) == [2.0 + 0.1 * 5]
-    assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
-    assert shares(collected) == [1, 1, 0]
-
-
-def test_an_unfinished_conversation_has_the_declared_part(script: Script) -> None:
-    scorer = script.scorer("env", "length", weights=(2.0, 0.1))
-    collected = script.play("Late", scorer, max_turns=2, unfinished_reward=-0.5)
-    assert rewards_of(collected) == [-1.0 + 0.1 * 5]
-    assert shares(collected) == [0, 1, 1]
-
-
-def test_a_weight_of_0_only_reports_the_function(script: Script) -> None:
-    collected = script.play("Late", script.scorer("env", "length", weights=(1.0, 0.0)))
-    assert rewards_of(collected) == [1.0]
-    assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
-
-
-def test_reward_function_none_leaves_rewards_to_the_environment(script: Script) -> None:
-    collected = script.play("Late", script.scorer("none"))
-    assert rewards_of(collected) == [1.0] and parts_of(collected) == {(0, 0): {"env": 1.0}}
-    assert shares(collected) == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("name", "functions", "weights", "options", "rewards", "expected"),
+    [
+        ("Late", ["refuse"], [], {}, [1.0], [1, 0, 0]),
+        ("Late", ["none"], [], {}, [1.0], [1, 0, 0]),
+        ("Half", ["length"], [], {"prompts": 4}, [1.0, 5.0, 1.0, 5.0], [0.5, 0.5, 0]),
+        ("Late", ["env", "length"], [2.0, 0.1], {}, [2.0 + 0.1 * 5], [1, 1, 0]),
+        ("Late", ["env", "length"], [1.0, 0.0], {}, [1.0], [1, 1, 0]),
+        ("Late", ["refuse"], [], UNFINISHED, [-0.5], [0, 0, 1]),
+        ("Late", ["env", "length"], [2.0, 0.1], UNFINISHED, [-1.0 + 0.1 * 5], [0, 1, 1]),
+    ],
+    ids=["environment", "none", "functions where it gave none", "a sum", "weight 0",
+         "unfinished", "unfinished in a sum"],
+)  # fmt: skip
+def test_who_gives_the_reward(
+    script: Script,
+    name: str,
+    functions: list[str],
+    weights: list[float],
+    options: dict[str, Any],
+    rewards: list[float],
+    expected: list[float],
+) -> None:
+    collected = script.play(name, script.scorer(*functions, weights=weights), **options)
+    assert rewards_of(collected) == rewards and shares(collected) == expected
+    is_unfinished = collected.rollouts[0].finish_reason == "turns"
+    assert is_unfinished == ("max_turns" in options)
+    if functions == ["env", "length"] and not is_unfinished:
+        assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
 
 
 def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
@@ -281,12 +242,8 @@ def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
             script.play("Counts", script.scorer("env", "shares"), prompts=numbers)
             for numbers in ranks
         ]
-        merged = merged_parts(
-            [
-                {key: [part] for key, part in rollout_metrics(each.samples).items()}
-                for each in rounds
-            ]
-        )
+        parts = [rollout_metrics(each.samples) for each in rounds]
+        merged = merged_parts([{key: [part] for key, part in each.items()} for each in parts])
         reported = [rollout.metrics for each in rounds for rollout in each.rollouts]
         return {key: merged[key] for key in ("env/share", "env/turn", "reward/tenth")}, reported
 
@@ -300,24 +257,24 @@ def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
 
 def test_bad_metrics_of_an_environment_are_failures(script: Script) -> None:
     with pytest.raises(EnvironmentFailed, match="metric 'turn' is nan, not a finite number"):
-        script.play("Loose", script.scorer("none"))
-    collected = script.play("Loose", script.scorer("none"), on_error="zero")
+        script.play("Loose", "none")
+    collected = script.play("Loose", "none", on_error="zero")
     assert rewards_of(collected) == [0.0] and collected.rollouts[0].metrics == {}
 
 
 def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
     says = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    collected = script.play("Calls", script.scorer("none"), says=says)
+    collected = script.play("Calls", "none", says=says)
     assert rewards_of(collected) == [1.0]
     assert collected.rollouts[0].messages[-1] == {"role": "assistant", "content": says}
-    assert rewards_of(script.play("Calls", script.scorer("none"))) == [0.0]
+    assert rewards_of(script.play("Calls", "none")) == [0.0]
 
 
 @pytest.mark.parametrize("function", ["none", "env"])
 def test_an_environment_that_owes_a_reward_has_failed(script: Script, function: str) -> None:
     with pytest.raises(EnvironmentFailed, match="ended without a reward"):
-        script.play("Silent", script.scorer(function))
-    collected = script.play("Silent", script.scorer(function), on_error="zero")
+        script.play("Silent", function)
+    collected = script.play("Silent", function, on_error="zero")
     assert rewards_of(collected) == [0.0]
     assert shares(collected) == [None, None, None], "failed conversations are counted elsewhere"
 
@@ -361,8 +318,8 @@ def test_drop_covers_messages_that_cannot_be_used(
     script.file.write_text(ODD)
     odd: dict[str, Any] = {"args": (f"where={where}",)}
     with pytest.raises(EnvironmentFailed, match="on_error drop"):
-        script.play(name, script.scorer("none"), **odd)
-    collected = script.play(name, script.scorer("none"), prompts=2, on_error="drop", **odd)
+        script.play(name, "none", **odd)
+    collected = script.play(name, "none", prompts=2, on_error="drop", **odd)
     assert collected.rollouts == [] and collected.metrics["env/dropped"].value == 2
     assert capsys.readouterr().err.count("the environment failed (") == 1, "the first one"
 
@@ -372,7 +329,7 @@ def test_a_huge_observation_is_not_tokenised(script: Script, where: str, outcome
     script.file.write_text(ODD + "\nclass Huge(Odd):\n    part = {'content': 'a' * 50_000_000}\n")
     huge: dict[str, Any] = {"args": (f"where={where}",), "on_error": "zero"}
     began = time.monotonic()
-    collected = script.play("Huge", script.scorer("none"), **huge)
+    collected = script.play("Huge", "none", **huge)
     assert time.monotonic() - began < 10  # tokenising it takes more than a minute
     ends = [rollout.finish_reason for rollout in collected.rollouts]
     assert ends == ([] if where == "reset" else [outcome])
@@ -407,11 +364,8 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
     def two_rounds() -> tuple[RoundResult, RoundResult]:
         # The budget ends with the first message, which is whole: one token and the end.
         settings: dict[str, Any] = {"on_error": on_error, "token_budget": 2, "says": "7"}
-        first = script.play(name, script.scorer("none"), **settings)
-        resumed = first.suspended
-        return first, script.play(
-            name, script.scorer("none"), prompts=0, resumed=resumed, **settings
-        )
+        first = script.play(name, "none", **settings)
+        return first, script.play(name, "none", prompts=0, resumed=first.suspended, **settings)
 
     if on_error == "stop":
         with pytest.raises(EnvironmentFailed, match=r"pickled: Runtime|restored: OSError"):
@@ -424,10 +378,10 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
 
 
 def test_resumed_turns_do_not_wait_for_slow_environments(script: Script) -> None:
-    first = script.play("Slow", script.scorer("none"), token_budget=2)
+    first = script.play("Slow", "none", token_budget=2)
     resumed = first.suspended
     assert len(resumed) == 1
-    script.play("Slow", script.scorer("none"), prompts=[9], resumed=resumed, token_budget=2)
+    script.play("Slow", "none", prompts=[9], resumed=resumed, token_budget=2)
     assert script.first_turn_s < 0.5  # the other environment takes a second to open
 
 
@@ -440,7 +394,7 @@ def test_samples_of_a_prompt_are_scored_together(script: Script) -> None:
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error: str) -> None:
-    scorer = script.scorer("group_size")
+    scorer = "group_size"
     collected = script.play("Fails", scorer, samples=3, on_error=on_error)
     assert sorted(rewards_of(collected)) == [0.0] * (on_error == "zero") + [2.0, 2.0]
 
@@ -449,13 +403,9 @@ def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error:
 def test_a_log_probability_that_is_not_finite_is_refused(bad: float) -> None:
     shape = ModelShape.read(tiny_config().model.path)
     spec = CaptureSpec(policy_version=0, captures=False, on_missing="error", shape=shape)
+    given: dict[str, Any] = {"key": 0, "routed_experts": None, "first_row": 0}
     sampled = Sampled(
-        key=0,
-        tokens_T=[3, 4, 5],
-        logprobs_T=[-1.0, bad, -1.0],
-        routed_experts=None,
-        first_row=0,
-        finish_reason="stop",
+        tokens_T=[3, 4, 5], logprobs_T=[-1.0, bad, -1.0], finish_reason="stop", **given
     )
     with pytest.raises(FloatingPointError, match=f"rollout p7/2: .* log-probability {bad}"):
         Transcript(spec, [1, 2], who="rollout p7/2").append_sample(sampled)
@@ -469,7 +419,7 @@ def test_a_message_has_one_text_and_each_end_ends_its_turn(
     said = "<think>2</think>2"
     if is_base:
         script.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
-    collected = script.play("Hears", script.scorer("length"), says=said)
+    collected = script.play("Hears", "length", says=said)
     (rollout,) = collected.rollouts
     first = [{"role": "system", "content": "Be brief."}, *prompt(0).messages]
     heard = [{"role": "user", "content": said + end} for end in ("<|im_end|>", "")]
@@ -488,7 +438,7 @@ def test_a_message_has_one_text_and_each_end_ends_its_turn(
 
 def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script) -> None:
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
-    (rollout,) = script.play("Hears", script.scorer("length"), tools=(tool,)).rollouts
+    (rollout,) = script.play("Hears", "length", asked={"tools": (tool,)}).rollouts
     whole = script.tokenizer.apply_chat_template(
         [{"role": "system", "content": "Be brief."}, *prompt(0).messages],
         tools=[tool],
@@ -504,7 +454,7 @@ def test_results_of_several_calls_are_shown_once_and_never_rewarded(script: Scri
     call = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
     said = call.format(7) + call.format(8)
     scorer = make_scorer(RewardConfig(function=("gsm8k",)))
-    collected = script.play("Answers", scorer, prompts=[7], says=said, answer="#### 8")
+    collected = script.play("Answers", scorer, prompts=[7], says=said, asked={"answer": "#### 8"})
     (rollout,) = collected.rollouts
     reply = {"role": "assistant", "content": said}
     results = [{"role": "tool", "content": f"#### {name}"} for name in (7, 8)]
@@ -514,7 +464,7 @@ def test_results_of_several_calls_are_shown_once_and_never_rewarded(script: Scri
 
 def test_the_end_of_a_cut_message_is_not_learned(script: Script) -> None:
     """The template ends the message before the next one; the model sampled no such token."""
-    collected = script.play("Late", script.scorer("env"), says="a b c d e f", max_turn_tokens=4)
+    collected = script.play("Late", "env", says="a b c d e f", max_turn_tokens=4)
     (rollout,) = collected.rollouts
     (end,) = script.tokenizer("<|im_end|>")["input_ids"]
     is_end = rollout.tokens_T == end
@@ -524,7 +474,7 @@ def test_the_end_of_a_cut_message_is_not_learned(script: Script) -> None:
 
 
 def test_empty_messages_end_with_the_turns(script: Script) -> None:
-    collected = script.play("Endless", script.scorer("length"), says="", max_turns=5)
+    collected = script.play("Endless", "length", says="", max_turns=5)
     (rollout,) = collected.rollouts
     assert rollout.finish_reason == "turns" and rollout.loss_mask_T.sum() == 5
 
