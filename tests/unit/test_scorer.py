@@ -16,25 +16,18 @@ from typing import Any
 
 import pytest
 
-from r3 import assets
+from r3 import assets, extras
 from r3.checks import problems
 from r3.config import ConfigError, RewardConfig
-from r3.judges.chat import filled, parsed, retry_after
-from r3.models.shape import ModelShape
+from r3.rewards import CallError
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt, Rollout
-from r3.user_code.calls import CallError
-from tests.tiny import FEW_ROWS, random_rollouts, tiny_config
+from tests.tiny import FEW_ROWS, tiny_config
+from tests.tiny import QUESTION as PROMPT
+from tests.tiny import responded as rollout
 
 pytestmark = pytest.mark.unit
-
-PROMPT = Prompt(
-    id="rows.jsonl:7",
-    messages=({"role": "user", "content": "3 + 4?"},),
-    tokens_T=(1,),
-    answer="#### 7",
-)
 
 FUNCTIONS = """
 import asyncio, os, sys, time
@@ -88,13 +81,8 @@ def short(response, prompt, limit=5, word=""):
     return float(len(response) <= limit) + (word == "a b")
 
 def turns(response, prompt, messages):
-    return float(len(messages)) + 0.5 * (messages[-1]["role"] == "assistant")
-
-def cites(response, prompt, value=2):
-    return 1.0, {"cites": value, "letters": len(response)}
-
-async def cites_async(response, prompt):
-    return 1.0, {"cites": 2, "letters": len(response)}
+    reward = float(len(messages)) + 0.5 * (messages[-1]["role"] == "assistant")
+    return reward, {"cites": 2, "letters": len(response)}
 
 def letters(response, prompt):
     return 0.5, {"letters": 3}
@@ -148,11 +136,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rollout(response: str, sample_index: int = 0) -> Rollout:
-    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
-    return replace(made, response=response, sample_index=sample_index)
-
-
 @contextmanager
 def judging(*functions: str, **settings: Any) -> Iterator[Scorer]:
     scorer = make_scorer(RewardConfig(function=functions, **{"retries": 0} | settings))
@@ -179,10 +162,15 @@ def reward_results(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_reward_args_are_typed_keyword_arguments(file: Path, workers: int) -> None:
-    with judging(f"{file}:short", workers=workers, args=("limit=3", "word=a b")) as scorer:
+@pytest.mark.parametrize("prefix", ["", "short."])
+def test_arguments_are_typed_and_go_to_the_function_that_takes_them(
+    file: Path, prefix: str, workers: int
+) -> None:
+    functions, args = (f"{file}:length", f"{file}:short", "gsm8k"), (f"{prefix}limit=3", "word=a b")
+    with judging(*functions, workers=workers, args=args) as scorer:
         results = reward_results(scorer, ["abc", "abcd"])
-    assert [results[key].reward for key in (0, 1)] == [2.0, 1.0]
+    assert results[0].parts == {"length": 0.3, "short": 2.0, "gsm8k": 0.0}
+    assert results[1].parts == {"length": 0.4, "short": 1.0, "gsm8k": 0.0}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -197,16 +185,6 @@ def test_a_coroutine_is_awaited_inside_a_running_loop(file: Path, workers: int) 
             return reward_results(scorer, ["abc"])[0].reward
 
     assert asyncio.run(cell()) == 2.0
-
-
-@pytest.mark.parametrize("argument", ["short.limit=3", "limit=3"])
-def test_an_argument_goes_to_the_function_that_is_named_or_takes_it(
-    file: Path, argument: str
-) -> None:
-    functions = (f"{file}:length", f"{file}:short", "gsm8k")
-    with judging(*functions, args=(argument,)) as scorer:
-        parts = reward_results(scorer, ["abcd"])[0].parts
-    assert parts == {"length": 0.4, "short": 0.0, "gsm8k": 0.0}
 
 
 def test_functions_of_one_name_get_arguments_by_the_names_of_metrics(
@@ -235,40 +213,32 @@ def test_an_argument_may_be_for_the_function_of_a_set(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "workers"), [("turns", 0), ("turns", 1), ("turns_async", 0)])
-def test_a_function_with_messages_gets_the_whole_conversation(
+def test_a_function_may_take_messages_and_report_metrics(
     file: Path, name: str, workers: int
 ) -> None:
     spoken = ("user", "assistant", "tool", "assistant")
     messages = tuple({"role": role, "content": "x"} for role in spoken)
-    with judging(f"{file}:{name}", workers=workers) as scorer:
-        assert scorer(replace(rollout("x"), messages=messages), PROMPT) == 4.5
-        assert scorer(rollout("one turn"), PROMPT) == 2.5, "prompt and response"
-
-
-@pytest.mark.parametrize(("name", "workers"), [("cites", 0), ("cites", 1), ("cites_async", 0)])
-def test_a_function_may_report_metrics(file: Path, name: str, workers: int) -> None:
     with judging("gsm8k", f"{file}:{name}", workers=workers) as scorer:
+        assert scorer(replace(rollout("x"), messages=messages), PROMPT) == 4.5
         result = reward_results(scorer, ["abc"])[0]
-    assert result.parts == {"gsm8k": 0.0, name: 1.0}
+    assert result.parts == {"gsm8k": 0.0, name: 2.5}, "prompt and response"
     assert result.metrics == {"reward/cites": 2.0, "reward/letters": 3.0}
 
 
 @pytest.mark.parametrize(
-    ("functions", "args", "text"),
+    ("functions", "text"),
     [
-        (["endless"], [], "metric 'cites' is inf, not a finite number"),
-        (["mean"], [], "reward/mean is a metric of R3"),
-        (["pair"], [], "metrics must be a dict of numbers by name, returned 2.0"),
-        (["cites", "letters"], [], "two functions report reward/letters. Rename one"),
+        (["endless"], "metric 'cites' is inf, not a finite number"),
+        (["mean"], "reward/mean is a metric of R3"),
+        (["pair"], "metrics must be a dict of numbers by name, returned 2.0"),
+        (["turns", "letters"], "two functions report reward/letters. Rename one"),
     ],
 )
-def test_bad_metrics_are_failures(
-    file: Path, functions: list[str], args: list[str], text: str
-) -> None:
-    specs, given = [f"{file}:{name}" for name in functions], tuple(args)
-    with judging(*specs, args=given) as scorer, pytest.raises(RewardError, match=text):
+def test_bad_metrics_are_failures(file: Path, functions: list[str], text: str) -> None:
+    specs = [f"{file}:{name}" for name in functions]
+    with judging(*specs) as scorer, pytest.raises(RewardError, match=text):
         reward_results(scorer, ["abc"])
-    with judging(*specs, args=given, on_error="zero", retries=2) as scorer:
+    with judging(*specs, on_error="zero", retries=2) as scorer:
         result = reward_results(scorer, ["abc"])[0]
         assert text in result.failure and (result.reward, result.metrics) == (0.0, {})
         assert scorer.take_counts()["retries"] == 0, "the same call would return the same"
@@ -293,16 +263,12 @@ def of_groups(scorer: Scorer, groups: list[list[str]]) -> list[list[RewardResult
     return [[found[g, s] for s in range(len(responses))] for g, responses in enumerate(groups)]
 
 
-def rewards_of(groups: list[list[RewardResult]]) -> list[list[float]]:
-    return [[each.reward for each in group] for group in groups]
-
-
 @pytest.mark.parametrize(("name", "workers"), [("rank", 0), ("rank", 1), ("rank_async", 0)])
 def test_a_function_of_responses_scores_a_group(file: Path, name: str, workers: int) -> None:
     with judging(f"{file}:{name}", workers=workers) as scorer:
         found = of_groups(scorer, [["b", "c", "a"], ["z", "y"]])
         counts = scorer.take_counts()
-    assert rewards_of(found) == [[1.0, 2.0, 0.0], [1.0, 0.0]]
+    assert [[each.reward for each in group] for group in found] == [[1.0, 2.0, 0.0], [1.0, 0.0]]
     assert counts == {"calls": 2}, "one call per prompt"
 
 
@@ -317,21 +283,14 @@ def test_a_group_is_not_scored_before_it_is_complete(file: Path) -> None:
     assert results["second"] == {"exact": 0.0, "rank": 0.0}
 
 
-def test_a_group_is_one_part_of_a_weighted_sum_with_arguments(file: Path) -> None:
-    settings: dict[str, Any] = {"weights": (1.0, 0.5), "args": ("rank.scale=4",)}
-    with judging(f"{file}:length", f"{file}:rank", **settings) as scorer:
+def test_groups_are_parts_of_a_sum_and_return_arrays_and_metrics(file: Path) -> None:
+    settings: dict[str, Any] = {"weights": (1.0, 0.5, 0, 0), "args": ("rank.scale=4",)}
+    functions = (f"{file}:{name}" for name in ("length", "rank", "share", "measured"))
+    with judging(*functions, **settings) as scorer:
         ((a, b),) = of_groups(scorer, [["b" * 10, "a" * 20]])
-    assert (a.parts, b.parts) == ({"length": 1.0, "rank": 4.0}, {"length": 2.0, "rank": 0.0})
+    assert a.parts == {"length": 1.0, "rank": 4.0, "share": 0.5, "measured": 10.0}
+    assert b.parts == {"length": 2.0, "rank": 0.0, "share": 0.5, "measured": 20.0}
     assert (a.reward, b.reward) == (1.0 + 0.5 * 4, 2.0)
-
-
-def test_a_group_may_return_arrays_and_metrics_and_take_messages(file: Path) -> None:
-    with judging(f"{file}:share", f"{file}:measured") as scorer:
-        ((a, b),) = of_groups(scorer, [["x", "yz"]])
-    assert (a.parts, b.parts) == (
-        {"share": 0.5, "measured": 1.0},
-        {"share": 0.5, "measured": 2.0},
-    )
     assert (a.metrics, b.metrics) == ({"reward/number": 0}, {"reward/number": 1})
 
 
@@ -477,19 +436,17 @@ def test_math_compares_by_value_in_worker_processes() -> None:
     half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
     tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that cannot be computed
     with judging("math", timeout_s=10.0, on_error="zero") as scorer:
-        right, wrong = ("so it is \\boxed{0.5}", "thus $2/4$"), ("\\boxed{2}", "no idea")
-        for key, response in enumerate([*right, *wrong, tower]):
+        for key, response in enumerate(["it is \\boxed{0.5}", "\\boxed{2}", tower]):
             scorer.submit(key, rollout(response), half)
-        scorer.submit("unreadable", rollout("7"), replace(PROMPT, answer="####"))
+        scorer.submit(3, rollout("7"), replace(PROMPT, answer="####"))
         found: dict[Any, RewardResult] = {}
         while scorer.outstanding:
             found |= {reward_result.key: reward_result for reward_result in scorer.poll(1.0)}
         counts = scorer.take_counts()
-    assert [found[key].reward for key in range(4)] == [1.0, 1.0, 0.0, 0.0]
-    assert not any(found[key].failure for key in range(4))
-    assert "has no expression" in found["unreadable"].failure
-    assert (found[4].reward, found[4].failure) == (0.0, ""), "no text of a model is a failure"
-    assert [found[key].metrics["reward/math_unread"] for key in range(5)] == [0, 0, 0, 0, 1]
+    assert [found[key].reward for key in range(4)] == [1.0, 0.0, 0.0, 0.0]
+    assert not any(found[key].failure for key in range(3)), "no text of a model is a failure"
+    assert "has no expression" in found[3].failure
+    assert [found[key].metrics["reward/math_unread"] for key in range(3)] == [0, 0, 1]
     assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1
 
 
@@ -570,15 +527,6 @@ def completion(text: Any, reason: str = "stop") -> Answer:
     return 200, {"choices": [{"message": message, "finish_reason": reason}]}, {}
 
 
-def test_a_judge_sees_the_turns_of_the_rollout() -> None:
-    spoken = [("user", "3 + 4?"), ("assistant", "f(3)"), ("tool", "three"), ("assistant", "7")]
-    messages = tuple({"role": role, "content": content} for role, content in spoken)
-    with served(lambda number, body: completion('{"score": 1}')) as (scorer, server):
-        assert scorer(replace(rollout("7"), messages=messages), PROMPT) == 1.0
-    asked = server.seen[0][1]["messages"][-1]["content"]
-    assert asked.index("f(3)") < asked.index("three") < asked.index("Response:\n7")
-
-
 def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
     """One data set of several domains: a response goes to its row's function and to no other."""
     server = Server(lambda number, body: completion('{"score": 0.25}'))
@@ -624,21 +572,19 @@ def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: pytest.Mon
 
 
 def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
+    faults = [(429, "slow down", {"Retry-After": "1"}), (503, "busy", {}), (500, "oops", {})]
+
     def behave(number: int, body: dict[str, Any]) -> Answer:
-        return [
-            (429, "slow down", {}),
-            (503, "busy", {}),
-            (500, "oops", {}),
-            completion('{"score": 0.5}'),
-        ][number - 1]
+        return [*faults, completion('{"score": 0.5}')][number - 1]
 
     with served(behave, retries=3) as (scorer, server):
         assert scorer(rollout("r"), PROMPT) == 0.5
         assert scorer.take_counts() == {"calls": 1, "errors": 3, "retries": 3}
     times = [when for when, _, _ in server.seen]
     pauses = [after - before for before, after in pairwise(times)]
-    # 0.05, 0.1, 0.2 s of back-off at least; how much more is the machine's affair.
-    assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
+    # As long as Retry-After says, then 0.1, 0.2 s of back-off at least; how much more is the
+    # machine's affair.
+    assert all(pause >= least for pause, least in zip(pauses, (1.0, 0.1, 0.2), strict=True))
 
 
 @contextmanager
@@ -675,24 +621,23 @@ def asking(url: str, **settings: Any) -> Iterator[Scorer]:
         yield scorer
 
 
-def test_retry_after_is_heeded() -> None:
-    def behave(number: int, body: dict[str, Any]) -> Answer:
-        return (
-            (429, "slow down", {"Retry-After": "1"}) if number == 1 else completion('{"score": 1}')
-        )
-
-    with served(behave, retries=1) as (scorer, server):
-        assert scorer(rollout("r"), PROMPT) == 1.0
-    assert server.seen[1][0] - server.seen[0][0] >= 1.0
-
-
 @pytest.mark.parametrize(
     ("header", "pause_s"),
-    [("7", 7.0), ("9999", 300.0), ("999999999", 300.0), ("9" * 40, 0.0), ("-5", 0.0), ("", 0.0)],
+    [
+        *[("7", 7.0), ("9999", 300.0), ("999999999", 300.0)],
+        # a date or nonsense leaves it to the back-off
+        *[(each, 0.0) for each in ("9" * 40, "-5", "", "Wed, 21 Oct 2026 07:28:00 GMT")],
+    ],
 )
 def test_retry_after_is_capped(header: str, pause_s: float) -> None:
-    assert retry_after(header) == pause_s  # a date or nonsense leaves it to the back-off
-    assert retry_after("Wed, 21 Oct 2026 07:28:00 GMT") == 0.0
+    server = Server(lambda number, body: (429, "slow down", {"Retry-After": header}))
+    settings = RewardConfig(function=("http",), url=server.url, model="grader")
+    judge = extras.judge("http", "http", settings, model=None, renderer=None)
+    with pytest.raises(CallError) as caught:
+        asyncio.run(judge.function("r", PROMPT))
+    assert caught.value.wait_s == pause_s
+    judge.pool.close()
+    server.close()
 
 
 def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
@@ -722,25 +667,30 @@ def test_a_body_without_end_is_cut() -> None:
     assert "sent more than 4194304 bytes" in found[0].failure
 
 
+@contextmanager
+def echoing(folder: Path, **settings: Any) -> Iterator[Scorer]:
+    """A judge whose replies are the responses."""
+    (folder / "echo.txt").write_text("{response}")
+    settings |= {"prompt_file": f"{folder}/echo.txt", "on_error": "zero"}
+    repeat = lambda number, body: completion(body["messages"][0]["content"])  # noqa: E731
+    with served(repeat, **settings) as (scorer, _):
+        yield scorer
+
+
 @pytest.mark.parametrize("part", ['{"a":1,', '{"a":', "[", '{"a":"', '{"a":[[{'])
-def test_text_that_is_hard_to_parse_takes_no_time(part: str) -> None:
+def test_text_that_is_hard_to_parse_takes_no_time(part: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(CallError):
-        parsed(part * 200_000)
+    with echoing(tmp_path) as scorer:
+        found = reward_results(scorer, [part * 100_000, part * 100_000 + '{"score": 0.5}'])
     # 0.1 s on an idle core; without the limit it takes minutes, while all other judges wait.
-    assert time.monotonic() - began < 5
-    assert parsed(part * 200_000 + '{"score": 0.5}') == 0.5
+    assert time.monotonic() - began < 10
+    assert found[0].failure and found[1].reward == 0.5
 
 
 @pytest.mark.parametrize(
     ("answer", "settings", "rule", "requests"),
     [
-        (
-            (404, "no such model: grader", {}),
-            {"retries": 3},
-            "answered 404: no such model: grader",
-            1,
-        ),
+        ((404, "no such model", {}), {"retries": 3}, "answered 404: no such model", 1),
         ((429, "slow down", {}), {"retries": 1}, "answered 429: slow down", 2),
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
         (completion(None), {}, "is not text: None", 1),
@@ -752,12 +702,7 @@ def test_text_that_is_hard_to_parse_takes_no_time(part: str) -> None:
         ),
         ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
         ((200, "[" * 100_000, {}), {}, "sent no chat completion: ", 1),
-        (
-            completion("Score: high"),
-            {"pattern": r"Score: *([\d.]+)"},
-            "has no number that reward.pattern",
-            1,
-        ),
+        (completion("high"), {"pattern": r"(\d)"}, "has no number that reward.pattern", 1),
     ],
 )
 def test_an_error_quotes_what_the_server_sent(
@@ -769,9 +714,7 @@ def test_an_error_quotes_what_the_server_sent(
             while True:
                 scorer.poll(1.0)
         assert len(server.seen) == requests
-    assert "prompt rows.jsonl:7, sample 0" in str(caught.value) and "'my answer'" in str(
-        caught.value
-    )
+    assert "prompt rows.jsonl:7, sample 0" in (said := str(caught.value)) and "'my answer'" in said
 
 
 def test_a_slow_server_and_an_absent_one_are_failures() -> None:
@@ -791,49 +734,57 @@ def test_a_slow_server_and_an_absent_one_are_failures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "pattern", "score"),
+    ("pattern", "scores", "refused"),
     [
-        ('{"score": 0.25}', "", 0.25),
-        ('{"score": 1} no: {"score": 0}', "", 0.0),  # the last one counts
-        ('```json\n{"why": {"a": 1}, "score": -2}\n```', "", -2.0),
-        ("Score: 3, no, Score: 4.5", r"Score: *([\d.]+)", 4.5),
-        ('{"score": "0.5"}', "", 0.5),
-        ('{"why": "one\ntwo", "score": 1}', "", 1.0),
-        ('{"why": "as \\left(\\frac{1}{2}", "score": 0.5}', "", 0.5),
-        ('{"score": 1} or rather\n"score": 0', "", 0.0),
-        ('{"score": 1, "why": "not \\"score\\": 0"}', "", 1.0),
-        ('{"score": 1, "parts": {"score": 0}}', "", 1.0),
-        ('<think>{"score": 0}</think>\n{"score": 1}', "", 1.0),
-        ('a draft {"score": 0}</think>{"score": 1}', "", 1.0),
-        ("<think>Score: 2</think>Score: 3", r"Score: *(\d)", 3.0),
+        (
+            "",
+            {
+                '{"score": 0.25}': 0.25,
+                '{"score": 1} no: {"score": 0}': 0.0,  # the last one counts
+                '```json\n{"why": {"a": 1}, "score": -2}\n```': -2.0,
+                '{"score": "0.5"}': 0.5,
+                '{"why": "one\ntwo", "score": 1}': 1.0,
+                '{"why": "as \\left(\\frac{1}{2}", "score": 0.5}': 0.5,
+                '{"score": 1} or rather\n"score": 0': 0.0,
+                '{"score": 1, "why": "not \\"score\\": 0"}': 1.0,
+                '{"score": 1, "parts": {"score": 0}}': 1.0,
+                '<think>{"score": 0}</think>\n{"score": 1}': 1.0,
+                'a draft {"score": 0}</think>{"score": 1}': 1.0,
+            },
+            [
+                *("", "1", '{"score": "high"}', '{"score": true}', '{"score": NaN}', "{"),
+                *('<think>{"score": 1}</think> hard to say', '<think>{"score": 1}'),
+                *('{"score": 1}</think>', f'{{"score": {"9" * 400}}}', '{"score": "1e999"}'),
+                '"score": 1, or more',
+            ],
+        ),
+        (
+            r"Score: *([\d.]+)",
+            {"Score: 3, no, Score: 4.5": 4.5, "<think>Score: 2</think>Score: 3": 3.0},
+            ["Score: high", '{"score": 1}'],
+        ),
     ],
+    ids=["JSON", "pattern"],
 )
-def test_scores_are_found(text: str, pattern: str, score: float) -> None:
-    assert parsed(text, pattern) == score
+def test_a_reply_has_a_score_or_is_refused(
+    pattern: str, scores: dict[str, float], refused: list[str], tmp_path: Path
+) -> None:
+    with echoing(tmp_path, pattern=pattern) as scorer:
+        results = reward_results(scorer, [*scores, *refused])
+    found = [None if each.failure else each.reward for _, each in sorted(results.items())]
+    assert found == [*scores.values(), *[None] * len(refused)]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "1", '{"score": "high"}', '{"score": true}', '{"score": NaN}', "{"),
-        *('<think>{"score": 1}</think> hard to say', '<think>{"score": 1}', '{"score": 1}</think>'),
-        *(f'{{"score": {"9" * 400}}}', '{"score": "1e999"}', '"score": 1, or more'),
-    ],
-)
-def test_what_is_no_score_is_refused(text: str) -> None:
-    with pytest.raises(CallError):
-        parsed(text)
-
-
-def test_a_pattern_that_backtracks_for_ever_is_ended() -> None:
+def test_a_pattern_that_backtracks_for_ever_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(CallError, match=r"takes longer than 1 s") as caught:
-        parsed("a" * 20_000 + "!", "(?:(a+)+)$")
+    with echoing(tmp_path, pattern="(?:(a+)+)$", retries=3) as scorer:
+        found = reward_results(scorer, ["a" * 20_000 + "!"])[0]
+        assert scorer.take_counts()["retries"] == 0
     # The limit of 1 s and the time to notice it; without the limit it does not end.
-    assert time.monotonic() - began < 10 and not caught.value.again
+    assert time.monotonic() - began < 10 and "takes longer than 1 s" in found.failure
 
 
-def test_a_judge_is_shown_the_whole_conversation() -> None:
+def test_a_judge_is_shown_the_whole_conversation(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": 3}}}
     messages = (
         {"role": "system", "content": "Be short."},
@@ -841,25 +792,28 @@ def test_a_judge_is_shown_the_whole_conversation() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "7"},
     )
-    prompt = replace(PROMPT, messages=messages, tools=({"name": "add"},))
-    assert filled("{question}", "", prompt) == (
+    prompt = replace(PROMPT, messages=messages[:2], tools=({"name": "add"},))
+    said = "{answer} {question}"  # a response cannot reach into the template
+    turns = (*messages, {"role": "assistant", "content": said})
+    (tmp_path / "judge.txt").write_text("{question}|{response}|{x}")
+    settings: dict[str, Any] = {"prompt_file": f"{tmp_path}/judge.txt"}
+    with served(lambda number, body: completion('{"score": 1}'), **settings) as (scorer, server):
+        assert scorer(replace(rollout(said), messages=turns), prompt) == 1.0
+    assert server.seen[0][1]["messages"][-1]["content"] == (
         'tools: [{"name": "add"}]\n\nsystem: Be short.\n\nuser: 3 + 4?\n\n'
-        'assistant: {"name": "add", "arguments": {"x": 3}}\n\ntool: 7'
+        'assistant: {"name": "add", "arguments": {"x": 3}}\n\ntool: 7|{answer} {question}|{x}'
     )
 
 
 def test_fields_of_the_request_are_those_that_the_server_takes() -> None:
+    good = completion('{"score": 1}')
     fields = ("max_tokens=null", "temperature=None", "max_completion_tokens=64", "top_k=1")
-    with served(lambda number, body: completion('{"score": 1}'), request=fields) as (
-        scorer,
-        server,
-    ):
+    with served(lambda number, body: good, request=fields) as (scorer, server):
         assert scorer(rollout("r"), PROMPT) == 1.0
-    sent = server.seen[0][1]
-    assert {key: sent[key] for key in sent.keys() - {"model", "messages"}} == {
-        "max_completion_tokens": 64,
-        "top_k": 1,
+    sent = {
+        key: value for key, value in server.seen[0][1].items() if key not in ("model", "messages")
     }
+    assert sent == {"max_completion_tokens": 64, "top_k": 1}
 
 
 def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(
@@ -891,16 +845,9 @@ def test_a_judge_on_this_machine_is_asked_without_the_proxy(
     assert "ConnectError" in found.failure, "others go through the proxy"
 
 
-def test_a_response_cannot_reach_into_the_template() -> None:
-    assert (
-        filled("{question}|{response}|{x}", "{answer} {question}", PROMPT)
-        == "3 + 4?|{answer} {question}|{x}"
-    )
-
-
 def test_a_missing_key_is_reported_before_the_run() -> None:
-    settings = RewardConfig(
-        function=("http",), url="http://x/v1", model="m", api_key_env="R3_NO_SUCH_KEY"
-    )
-    with pytest.raises(ConfigError, match="R3_NO_SUCH_KEY"):
-        make_scorer(settings)
+    with (
+        pytest.raises(ConfigError, match="R3_NO_SUCH_KEY"),
+        asking("http://x/v1", api_key_env="R3_NO_SUCH_KEY"),
+    ):
+        pass
