@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from r3.algo.loss import (
     minirl,
     ppo_clip,
 )
-from r3.metrics import mismatch
 from r3.tools.contract import loss_fault
 
 pytestmark = pytest.mark.unit
@@ -36,83 +36,61 @@ WIDE = Bounds(1.0, 1e9)
 CLOSE: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}
 
 
-def random_batch(seed: int, num_tokens: int = 60) -> dict[str, Any]:
-    """Three sequences with prompts (mask 0) of 5 tokens."""
-    generator = torch.Generator().manual_seed(seed)
+def made(logprobs_N: Tensor, borders: tuple[int, ...] = (), **given: Any) -> LossInputs:
+    """Inputs of a loss; what is not given is pi_old = 0, mu = pi_old, A = 0 and no mask."""
+    zeros_N = torch.zeros_like(logprobs_N).detach()
+    old_N = given.setdefault("old_logprobs_N", zeros_N)
+    others: dict[str, Any] = {
+        "rollout_logprobs_N": old_N,
+        "advantages_N": zeros_N,
+        "loss_mask_N": torch.ones_like(zeros_N),
+        "sequences": Sequences(borders or (0, len(logprobs_N))),
+    }
+    return LossInputs(logprobs_N=logprobs_N, **(others | given))
+
+
+def random_batch(seed: int) -> tuple[LossInputs, Tensor]:
+    """Three sequences with prompts (mask 0) of 5 tokens, and the weights of their tokens."""
+    generator, num_tokens = torch.Generator().manual_seed(seed), 60
     old_N = -torch.rand(num_tokens, generator=generator) * 4
-    mask_N = torch.ones(num_tokens)
-    cu_seqlens = (0, 17, 41, num_tokens)
-    weights_N = torch.zeros(num_tokens)
-    for start, end in itertools.pairwise(cu_seqlens):
+    mask_N, weights_N = torch.ones(num_tokens), torch.zeros(num_tokens)
+    borders = (0, 17, 41, num_tokens)
+    for start, end in itertools.pairwise(borders):
         mask_N[start : start + 5] = 0.0
         mask_N[end - 1] = 0.0
         weights_N[start + 5 : end - 1] = 1.0 / (end - start - 6)
-    return {
-        "old_N": old_N,
-        "logprobs_N": old_N + 0.3 * torch.randn(num_tokens, generator=generator),
-        "advantages_N": torch.randn(num_tokens, generator=generator) * mask_N,
-        "mask_N": mask_N,
-        "cu_seqlens": cu_seqlens,
-        "weights_N": weights_N,
-    }
-
-
-def inputs_of(batch: dict[str, Any], **changes: Any) -> LossInputs:
-    """The batch as inputs of a loss; the engine's log-probabilities are those of the old policy."""
-    given: dict[str, Any] = {
-        "logprobs_N": batch["logprobs_N"],
-        "old_logprobs_N": batch["old_N"],
-        "rollout_logprobs_N": batch["old_N"],
-        "advantages_N": batch["advantages_N"],
-        "loss_mask_N": batch["mask_N"],
-        "sequences": Sequences(batch["cu_seqlens"]),
-    }
-    return LossInputs(**(given | changes))
-
-
-def mismatch_inputs(
-    old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, cu_seqlens: tuple[int, ...]
-) -> LossInputs:
-    """What a correction reads; the rest is 0."""
-    return LossInputs(
-        logprobs_N=torch.zeros_like(old_N),
+    inputs = made(
+        old_N + 0.3 * torch.randn(num_tokens, generator=generator),
+        borders,
         old_logprobs_N=old_N,
-        rollout_logprobs_N=rollout_N,
-        advantages_N=torch.zeros_like(old_N),
+        advantages_N=torch.randn(num_tokens, generator=generator) * mask_N,
         loss_mask_N=mask_N,
-        sequences=Sequences(cu_seqlens),
     )
+    return inputs, weights_N
 
 
 def by_hand(
     loss: Any,
     log_ratio: list[float],
     advantages: list[float],
-    bounds: Bounds,
+    bounds: Bounds = BOUNDS,
     *,
     log_w: float = 0.0,
-    cu_seqlens: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, list[bool], Tensor]:
     """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e and mu = pi_old
     e^-log_w.
     """
     logprobs_N = (torch.tensor(log_ratio) - 1.0).requires_grad_()
-    old_N = torch.full_like(logprobs_N, -1.0)
-    inputs = LossInputs(
-        logprobs_N=logprobs_N,
-        old_logprobs_N=old_N.detach(),
-        rollout_logprobs_N=old_N.detach() - log_w,
+    old_N = torch.full_like(logprobs_N, -1.0).detach()
+    inputs = made(
+        logprobs_N,
+        old_logprobs_N=old_N,
+        rollout_logprobs_N=old_N - log_w,
         advantages_N=torch.tensor(advantages),
-        loss_mask_N=torch.ones(len(log_ratio)),
-        sequences=Sequences(cu_seqlens or (0, len(log_ratio))),
     )
     loss_N, clipped_N = loss(inputs, bounds)
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
     return loss_N.detach(), clipped_N.tolist(), gradient_N
-
-
-def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, list[bool], Tensor]:
-    return by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
 
 
 # --- policy losses ----------------------------------------------------------------------------
@@ -120,9 +98,9 @@ def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, list[b
 
 def test_ppo_clip_by_hand() -> None:
     up, down = math.log(1.5), math.log(0.5)
-    loss_N, clipped_N, gradient_N = ppo(
-        [0.0, up, up, down, down, 0.1], [1.0, 2.0, -2.0, 2.0, -2.0, 0.0]
-    )
+    advantages = [1.0, 2.0, -2.0, 2.0, -2.0, 0.0]
+    ratios = [0.0, up, up, down, down, 0.1]
+    loss_N, clipped_N, gradient_N = by_hand(ppo_clip, ratios, advantages)
     # r, A:    1, 1    1.5, 2      1.5, -2   0.5, 2    0.5, -2       A = 0
     # -min(    1       1.28 * 2    -3        1         -0.8 * 2  )
     torch.testing.assert_close(loss_N, torch.tensor([-1.0, -2.56, 3.0, -1.0, 1.6, 0.0]), **CLOSE)
@@ -133,7 +111,7 @@ def test_ppo_clip_by_hand() -> None:
 
 def test_ppo_clip_survives_absurd_ratios() -> None:
     """log r is cut at 20: finite loss and gradient where float32's exp would have been infinite."""
-    loss_N, _, gradient_N = ppo([500.0, -500.0, 500.0], [-1.0, 1.0, 1.0])
+    loss_N, _, gradient_N = by_hand(ppo_clip, [500.0, -500.0, 500.0], [-1.0, 1.0, 1.0])
     torch.testing.assert_close(loss_N, torch.tensor([math.exp(20), -math.exp(-20), -1.28]), **CLOSE)
     assert gradient_N.tolist() == [0.0, 0.0, 0.0]
 
@@ -143,38 +121,29 @@ def test_ppo_clip_survives_absurd_ratios() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_float32_whatever_comes_in(name: str) -> None:
-    batch = random_batch(1)
-    low_N = batch["logprobs_N"].bfloat16()
-    half = inputs_of(batch, logprobs_N=low_N, old_logprobs_N=batch["old_N"].bfloat16())
+    inputs, _ = random_batch(1)
+    low_N, old_N = inputs.logprobs_N.bfloat16(), inputs.old_logprobs_N.bfloat16()
+    half = replace(inputs, logprobs_N=low_N, old_logprobs_N=old_N)
     assert loss_fault(LOSSES[name](half, BOUNDS), half) == ""
 
 
 def test_inputs_that_would_broadcast_are_refused() -> None:
-    batch = random_batch(2)
+    inputs, _ = random_batch(2)
     with pytest.raises(ValueError, match=r"'advantages': \[1\]"):
-        inputs_of(batch, advantages_N=torch.ones(1))
+        replace(inputs, advantages_N=torch.ones(1))
     with pytest.raises(ValueError, match=r"'logprobs': \[60, 1\]"):
-        inputs_of(batch, logprobs_N=batch["logprobs_N"][:, None])
+        replace(inputs, logprobs_N=inputs.logprobs_N[:, None])
     with pytest.raises(ValueError, match=r"expected one shape \[N\]"):
-        inputs_of(
-            {
-                key: value[:, None] if torch.is_tensor(value) else value
-                for key, value in batch.items()
-            }
-        )
+        made(inputs.logprobs_N[:, None])
 
 
 def test_dual_clip_acts_on_negative_advantages_only() -> None:
     """arXiv 1912.09729, eq. 5, with c = 3: at r = 4 and A = -2 the loss is 6 instead of 8, without
     gradient.
     """
-    ratios = [4.0, 2.5, 4.0, 0.5]
-    advantages = [-2.0, -2.0, 2.0, -2.0]
-    log_ratio = [math.log(ratio) for ratio in ratios]
-    plain_N, plain_clipped, plain_gradient_N = by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
-    dual_N, clipped, gradient_N = by_hand(
-        ppo_clip, log_ratio, advantages, BOUNDS._replace(dual=3.0)
-    )
+    given = [math.log(ratio) for ratio in (4.0, 2.5, 4.0, 0.5)], [-2.0, -2.0, 2.0, -2.0]
+    plain_N, plain_clipped, plain_gradient_N = by_hand(ppo_clip, *given)
+    dual_N, clipped, gradient_N = by_hand(ppo_clip, *given, BOUNDS._replace(dual=3.0))
     torch.testing.assert_close(plain_N, torch.tensor([8.0, 5.0, -2.56, 1.6]), **CLOSE)
     torch.testing.assert_close(dual_N, torch.tensor([6.0, 5.0, -2.56, 1.6]), **CLOSE)
     assert plain_clipped == [False, False, True, True] and clipped == [True, False, True, True]
@@ -187,14 +156,11 @@ def test_gspo_by_hand() -> None:
     answer have no part in it.
     """
     logprobs_N = torch.tensor([9.0, 1.10, 0.95, 1.30, 0.90, 1.0, 2.0]).log().requires_grad_()
-    advantages_N = torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, 5.0, -1.0])
-    inputs = LossInputs(
-        logprobs_N=logprobs_N,
-        old_logprobs_N=torch.zeros(7),
-        rollout_logprobs_N=torch.zeros(7),
-        advantages_N=advantages_N,
+    inputs = made(
+        logprobs_N,
+        (0, 5, 7),
+        advantages_N=torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, 5.0, -1.0]),
         loss_mask_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
-        sequences=Sequences((0, 5, 7)),
     )
     loss_N, clipped_N = gspo(inputs, WIDE)
     s = (1.10 * 0.95 * 1.30 * 0.90) ** 0.25
@@ -223,14 +189,8 @@ def test_sequences_cut_over_ranks_are_added_up() -> None:
     partial: list[Tensor] = []
 
     def losses(rows: Tensor, add_up: Any) -> Tensor:
-        inputs = LossInputs(
-            logprobs_N=ratios[rows].log(),
-            old_logprobs_N=torch.zeros(3),
-            rollout_logprobs_N=torch.zeros(3),
-            advantages_N=-torch.ones(3),
-            loss_mask_N=torch.ones(3),
-            sequences=Sequences((0, 2, 3), add_up),
-        )
+        sequences = Sequences((0, 2, 3), add_up)
+        inputs = made(ratios[rows].log(), advantages_N=-torch.ones(3), sequences=sequences)
         return gspo(inputs, WIDE)[0]
 
     def collect(sums: Tensor) -> Tensor:
@@ -277,7 +237,7 @@ def test_minirl_below_its_cap_has_the_gradient_of_ppo_with_exact_weights() -> No
     advantages = torch.randn(40, generator=torch.Generator().manual_seed(1)).tolist()
     bounds = Bounds(0.2, 0.28, cap=1e9)
     _, masked, gradient_N = by_hand(minirl, log_ratio, advantages, bounds, log_w=0.4)
-    _, clipped, ppo_gradient_N = by_hand(ppo_clip, log_ratio, advantages, bounds)
+    _, clipped, ppo_gradient_N = by_hand(ppo_clip, log_ratio, advantages)
     assert masked == clipped and any(masked)
     # Exp of sums
     torch.testing.assert_close(gradient_N, math.exp(0.4) * ppo_gradient_N, rtol=1e-5, atol=1e-7)
@@ -291,30 +251,40 @@ W = [9.0, 0.5, 1.5, 4.0, 0.1, 1.0005, 0.9995, 7.0]
 W_MASK = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
 
+def mismatched(old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, *borders: int) -> LossInputs:
+    """What a correction reads; the rest is 0."""
+    return made(
+        torch.zeros_like(old_N),
+        borders,
+        old_logprobs_N=old_N,
+        rollout_logprobs_N=rollout_N,
+        loss_mask_N=mask_N,
+    )
+
+
 def weights(correction: Correction, w: list[float] = W) -> tuple[list[float], list[bool]]:
     """Weights and cut at the loss tokens."""
-    rollout_N = torch.full((len(w),), -2.0)
-    mask_N = torch.tensor(W_MASK)
+    rollout_N, mask_N = torch.full((len(w),), -2.0), torch.tensor(W_MASK)
     old_N = rollout_N + torch.tensor(w).log()
-    found = correct(correction, mismatch_inputs(old_N, rollout_N, mask_N, (0, 4, 8)))
+    found = correct(correction, mismatched(old_N, rollout_N, mask_N, 0, 4, 8))
     assert not found.cut_N[mask_N == 0].any()
     on = mask_N > 0
     return found.weights_N[on].tolist(), found.cut_N[on].tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "cut"),
-    [
-        ("token_tis", [0.5, 1.5, 2.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
-        ("sequence_tis", [2.0, 2.0, 2.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
-        ("token_mis", [0.5, 1.5, 0.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
-        ("sequence_mis", [0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
-        ("geometric_mask", [0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),  # 3^(1/3) = 1.44
-        ("icepop", [0.5, 1.5, 4.0, 1.0005, 0.9995], [0, 0, 0, 0, 0]),
-    ],
-)
-def test_corrections_by_hand(name: str, expected: list[float], cut: list[int]) -> None:
-    found, found_cut = weights(CORRECTIONS[name])
+CORRECTED: dict[str, tuple[list[float], list[int]]] = {
+    "token_tis": ([0.5, 1.5, 2.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
+    "sequence_tis": ([2.0, 2.0, 2.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
+    "token_mis": ([0.5, 1.5, 0.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
+    "sequence_mis": ([0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
+    "geometric_mask": ([0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),  # 3^(1/3) = 1.44
+    "icepop": ([0.5, 1.5, 4.0, 1.0005, 0.9995], [0, 0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_by_hand(name: str) -> None:
+    (found, found_cut), (expected, cut) = weights(CORRECTIONS[name]), CORRECTED[name]
     assert found == pytest.approx(expected, rel=1e-6)  # float32: exp of a log
     assert found_cut == [bool(value) for value in cut]
 
@@ -325,21 +295,12 @@ def test_a_product_of_ratios_shrinks_with_the_length_and_a_mean_does_not() -> No
     `correction/weight_mean` shows it; `correction/cut_frac` and `mismatch/weight` do not.
     """
     old_N = torch.full((2000,), math.log(0.997))
-    inputs = mismatch_inputs(old_N, torch.zeros(2000), torch.ones(2000), (0, 2000))
+    inputs = mismatched(old_N, torch.zeros(2000), torch.ones(2000))
     found = {name: correct(each, inputs) for name, each in CORRECTIONS.items()}
     # float32: 2,000 rounded logarithms are added
     assert found["sequence_tis"].weights_N[0] == pytest.approx(0.997**2000, rel=1e-3)
     assert not found["sequence_tis"].cut_N.any() and found["sequence_mis"].cut_N.all()
     assert found["token_tis"].weights_N.mean() == pytest.approx(0.997, rel=1e-5)
-
-
-def test_every_correction_is_tested_by_hand() -> None:
-    names = {
-        mark.args[1][i][0]
-        for mark in test_corrections_by_hand.pytestmark
-        for i in range(len(mark.args[1]))
-    }  # type: ignore[attr-defined]
-    assert names == CORRECTIONS.keys()
 
 
 def test_bounds_of_corrections_are_met_from_both_sides() -> None:
@@ -350,48 +311,35 @@ def test_bounds_of_corrections_are_met_from_both_sides() -> None:
     geometric = CORRECTIONS["geometric_mask"]
     inside = [1.0, 4.0, 0.25, 1.0, 1.0, math.exp(0.0009), math.exp(0.0009), 1.0]
     assert weights(geometric, inside)[0] == [1.0] * 5
-    outside = [
-        1.0,
-        math.exp(-0.0011),
-        math.exp(-0.0011),
-        math.exp(-0.0011),
-        1.0,
-        math.exp(0.0011),
-        math.exp(0.0011),
-        1.0,
-    ]
+    below, above = [math.exp(-0.0011)] * 3, [math.exp(0.0011)] * 2
+    outside = [1.0, *below, 1.0, *above, 1.0]
     assert weights(geometric, outside)[0] == [0.0] * 5
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_without_mismatch_is_a_no_op(name: str) -> None:
-    batch = random_batch(3)
-    found = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=batch["old_N"].clone()))
+    found = correct(CORRECTIONS[name], random_batch(3)[0])
     assert (found.weights_N == 1.0).all() and not found.cut_N.any()
 
 
 def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> None:
-    batch = random_batch(3)
+    inputs, _ = random_batch(3)
     uncapped = CORRECTIONS["token_tis"]._replace(high=math.inf)
-    found = correct(uncapped, inputs_of(batch, old_logprobs_N=batch["logprobs_N"]))
-    torch.testing.assert_close(
-        found.weights_N, (batch["logprobs_N"] - batch["old_N"]).exp(), **CLOSE
-    )
-    far = mismatch_inputs(torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), (0, 1))
-    absurd = correct(uncapped, far)
-    assert absurd.weights_N.isfinite().all()
+    found = correct(uncapped, replace(inputs, old_logprobs_N=inputs.logprobs_N))
+    ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).exp()
+    torch.testing.assert_close(found.weights_N, ratio_N, **CLOSE)
+    far = mismatched(torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1))
+    assert correct(uncapped, far).weights_N.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_carry_no_gradient_and_masked_tokens_have_no_part(name: str) -> None:
-    batch = random_batch(4)
-    old_N = batch["logprobs_N"].clone().requires_grad_()
-    found = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=old_N))
+    inputs, _ = random_batch(4)
+    old_N, off = inputs.logprobs_N.clone().requires_grad_(), ~inputs.on_N
+    found = correct(CORRECTIONS[name], replace(inputs, old_logprobs_N=old_N))
     assert not found.weights_N.requires_grad and found.weights_N.dtype == torch.float32
-    off = batch["mask_N"] == 0
-    changed_N = old_N.detach().clone()
-    changed_N[off] = -300.0
-    again = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=changed_N))
+    changed_N = old_N.detach().masked_fill(off, -300.0)
+    again = correct(CORRECTIONS[name], replace(inputs, old_logprobs_N=changed_N))
     assert torch.isfinite(again.weights_N).all() and not again.cut_N[off].any()
     assert torch.equal(again.weights_N[~off], found.weights_N[~off])
 
@@ -399,53 +347,35 @@ def test_weights_carry_no_gradient_and_masked_tokens_have_no_part(name: str) -> 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-1.0, 2.0), (2.0, 2.0), (0.0, math.nan)])
 def test_corrections_refuse_bounds_that_keep_nothing(low: float, high: float) -> None:
     with pytest.raises(ValueError, match=f"got {low} and {high}"):
-        correct(
-            CORRECTIONS["icepop"]._replace(low=low, high=high),
-            mismatch_inputs(torch.zeros(2), torch.zeros(2), torch.ones(2), (0, 2)),
-        )
-
-
-def test_one_token_at_minus_5_and_minus_15() -> None:
-    """The engine gave it e^-5, the policy e^-15: k3 of the panel is e^-10 + 10 - 1 = 9.000, F(2)
-    and ESS are 1.
-    """
-    parts = mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1))
-    figures = {name: type(part).reduce([part]) for name, part in parts.items()}
-    assert figures["k3"] == pytest.approx(9.000045, abs=1e-6)
-    assert (figures["f2"], figures["ess"], figures["abs_max"]) == (1.0, pytest.approx(1.0), 10.0)
-    # The penalty of the same pair, pi = e^-5 against ref = e^-15, is the same number.
-    assert float(
-        kl_penalty(torch.tensor([-5.0]), torch.tensor([-15.0]), estimator="k3")
-    ) == pytest.approx(9.000045)
+        correct(CORRECTIONS["icepop"]._replace(low=low, high=high), made(torch.zeros(2)))
 
 
 # --- KL to the reference ----------------------------------------------------------------------
 
 
-def test_kl_by_hand() -> None:
-    logprobs_N = torch.tensor([-1.0, -1.0, -1.0])
-    ref_N = torch.tensor([-1.0, -3.0, -0.5])  # D = 0, 2, -0.5
-    expected = {
-        "k1": [0.0, 2.0, -0.5],
-        "k2": [0.0, 2.0, 0.125],
-        "k3": [0.0, math.exp(-2) + 1.0, math.exp(0.5) - 1.5],
-    }
-    for estimator, values in expected.items():
-        kl_N = kl_penalty(logprobs_N, ref_N, estimator=estimator)  # type: ignore[arg-type]
-        torch.testing.assert_close(kl_N, torch.tensor(values), **CLOSE)
-
-
-def test_kl_gradients_by_hand() -> None:
-    """k1: 1, whatever D. k2: D. k3: 1 - ref/pi."""
-    difference_N = torch.tensor([0.0, 2.0, -0.5])
-    expected = {"k1": torch.ones(3), "k2": difference_N, "k3": 1 - torch.exp(-difference_N)}
-    for estimator, gradient_N in expected.items():
-        logprobs_N = (difference_N - 3.0).requires_grad_()
-        ref_N = torch.full((3,), -3.0, requires_grad=True)
-        kl_N = kl_penalty(logprobs_N, ref_N, estimator=estimator)  # type: ignore[arg-type]
-        kl_N.sum().backward()
-        assert ref_N.grad is None
-        torch.testing.assert_close(logprobs_N.grad, gradient_N, **CLOSE)
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        ("k1", [0.0, 2.0, -0.5], [1.0, 1.0, 1.0]),
+        ("k2", [0.0, 2.0, 0.125], [0.0, 2.0, -0.5]),  # D
+        (
+            "k3",
+            [0.0, math.exp(-2) + 1.0, math.exp(0.5) - 1.5],
+            [0.0, 1 - math.exp(-2), 1 - math.exp(0.5)],
+        ),
+    ],
+)
+def test_kl_and_its_gradient_by_hand(
+    estimator: Any, values: list[float], gradients: list[float]
+) -> None:
+    """k3's gradient is 1 - ref/pi."""
+    logprobs_N = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    ref_N = torch.tensor([-1.0, -3.0, -0.5], requires_grad=True)  # D = 0, 2, -0.5
+    kl_N = kl_penalty(logprobs_N, ref_N, estimator=estimator)
+    torch.testing.assert_close(kl_N, torch.tensor(values), **CLOSE)
+    kl_N.sum().backward()
+    assert ref_N.grad is None
+    torch.testing.assert_close(logprobs_N.grad, torch.tensor(gradients), **CLOSE)
 
 
 def test_kl_gradients_are_those_of_the_divergences_they_claim() -> None:
@@ -460,9 +390,8 @@ def test_kl_gradients_are_those_of_the_divergences_they_claim() -> None:
     forward = (ref_V.exp() * (ref_V - logprobs_V)).sum()
     for estimator, divergence in (("k1", 0.0 * reverse), ("k2", reverse), ("k3", forward)):
         penalty_V = kl_penalty(logprobs_V, ref_V, estimator=estimator)  # type: ignore[arg-type]
-        sampled = (
-            logprobs_V.detach().exp() * penalty_V
-        ).sum()  # pi weighs, as sampling would, without gradient
+        # pi weighs, as sampling would, without gradient
+        sampled = (logprobs_V.detach().exp() * penalty_V).sum()
         (gradient_V,) = torch.autograd.grad(sampled, logits_V, retain_graph=True)
         (expected_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
         # A softmax more than elsewhere
@@ -478,10 +407,8 @@ def test_k3_keeps_its_digits_where_policies_are_close() -> None:
 
 def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
     for estimator in ("k1", "k2", "k3"):
-        kl_N = kl_penalty(
-            torch.tensor([-900.0, 0.0]), torch.tensor([0.0, -900.0]), estimator=estimator
-        )
-        assert torch.isfinite(kl_N).all()
+        far_N = torch.tensor([-900.0, 0.0])
+        assert torch.isfinite(kl_penalty(far_N, far_N.flip(0), estimator=estimator)).all()
     with pytest.raises(ValueError, match="'k4'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), estimator="k4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'ref': \[1\]"):
@@ -491,22 +418,19 @@ def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
 # --- aggregation ------------------------------------------------------------------------------
 
 
-def test_aggregate_by_hand() -> None:
-    """Sequences of 1 and 3 loss tokens. token: (8 + 1 + 2 + 3) / 4; sequence: (8 + 2) / 2;
-    constant: 14 / (2 * 10).
-    """
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("token", (8 + 1 + 2 + 3) / 4), ("sequence", (8 + 2) / 2), ("constant", 14 / (2 * 10))],
+)
+def test_aggregate_by_hand(kind: Any, expected: float) -> None:
+    """Sequences of 1 and 3 loss tokens, of at most 10; float32 whatever comes in."""
     loss_N = torch.tensor([99.0, 8.0, 99.0, 1.0, 2.0, 3.0])
     mask_N = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     weights_N = torch.tensor([0.0, 1.0, 0.0, 1 / 3, 1 / 3, 1 / 3])
-    counts: dict[str, int] = {"num_loss_tokens": 4, "num_sequences": 2}
-    assert float(aggregate(loss_N, mask_N, weights_N, kind="token", **counts)) == 3.5
-    assert float(aggregate(loss_N, mask_N, weights_N, kind="sequence", **counts)) == pytest.approx(
-        5.0, rel=1e-6
-    )
-    constant = aggregate(
-        loss_N, mask_N, weights_N, kind="constant", max_response_tokens=10, **counts
-    )
-    assert float(constant) == pytest.approx(0.7, rel=1e-6)
+    counts = {"num_loss_tokens": 4, "num_sequences": 2, "max_response_tokens": 10}
+    for given_N in (loss_N, loss_N.bfloat16()):
+        found = aggregate(given_N, mask_N, weights_N, kind=kind, **counts)
+        assert found.dtype == torch.float32 and float(found) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -518,40 +442,33 @@ def test_shares_add_up_however_the_sequences_are_split(
     """Micro-batch and rank permutation: one batch, or each sequence alone in any order, give one
     loss and gradient.
     """
-    batch = random_batch(2)
-    mu_N = batch["old_N"] + 0.1 * torch.randn(60, generator=torch.Generator().manual_seed(9))
-    counts: dict[str, Any] = {
-        "kind": kind,
-        "num_loss_tokens": int(batch["mask_N"].sum()),
-        "num_sequences": 3,
-        "max_response_tokens": 30,
-    }
+    batch, weights_N = random_batch(2)
+    noise_N = torch.randn(60, generator=torch.Generator().manual_seed(9))
+    mu_N = batch.old_logprobs_N + 0.1 * noise_N
+    counts: dict[str, Any] = {"num_loss_tokens": int(batch.loss_mask_N.sum()), "num_sequences": 3}
 
     def share(pieces: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         rows = torch.cat([torch.arange(a, b) for a, b in pieces])
-        logprobs_N = batch["logprobs_N"].clone().requires_grad_()
-        sequences = Sequences((0, *torch.tensor([b - a for a, b in pieces]).cumsum(0).tolist()))
-        inputs = LossInputs(
-            logprobs_N=logprobs_N[rows],
-            old_logprobs_N=batch["old_N"][rows],
+        logprobs_N = batch.logprobs_N.clone().requires_grad_()
+        inputs = made(
+            logprobs_N[rows],
+            (0, *itertools.accumulate(b - a for a, b in pieces)),
+            old_logprobs_N=batch.old_logprobs_N[rows],
             rollout_logprobs_N=mu_N[rows],
-            advantages_N=batch["advantages_N"][rows],
-            loss_mask_N=batch["mask_N"][rows],
-            sequences=sequences,
+            advantages_N=batch.advantages_N[rows],
+            loss_mask_N=batch.loss_mask_N[rows],
         )
         loss_N, _ = LOSSES[name](inputs, BOUNDS)
         loss_N = loss_N * correct(CORRECTIONS[correction], inputs).weights_N
-        loss = aggregate(loss_N, batch["mask_N"][rows], batch["weights_N"][rows], **counts)
+        given = (loss_N, inputs.loss_mask_N, weights_N[rows])
+        loss = aggregate(*given, kind=kind, max_response_tokens=30, **counts)
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         return loss.detach(), gradient_N
 
-    first, second, third = itertools.pairwise(batch["cu_seqlens"])
+    first, second, third = itertools.pairwise(batch.sequences.cu_seqlens)
     whole = share([first, second, third])
-    for split in (
-        [[third], [first], [second]],
-        [[second, first], [third]],
-        [[third, second, first]],
-    ):
+    splits = [[third], [first], [second]], [[second, first], [third]], [[third, second, first]]
+    for split in splits:
         shares = [share(pieces) for pieces in split]
         # The sum of 42 float32 terms in another order.
         torch.testing.assert_close(sum(loss for loss, _ in shares), whole[0], rtol=1e-5, atol=1e-7)
@@ -562,36 +479,31 @@ def test_a_local_mean_would_have_been_noticed() -> None:
     """Negative control of the test above: with each share divided by its own count the sum is
     another number.
     """
-    batch = random_batch(0)
-    loss_N, mask_N, weights_N = batch["logprobs_N"], batch["mask_N"], batch["weights_N"]
-    whole = aggregate(loss_N, mask_N, weights_N, kind="token", num_loss_tokens=42, num_sequences=3)
-    local = [
-        aggregate(
-            loss_N[a:b],
-            mask_N[a:b],
-            weights_N[a:b],
-            kind="token",
-            num_loss_tokens=int(mask_N[a:b].sum()),
-            num_sequences=1,
-        )
-        for a, b in itertools.pairwise(batch["cu_seqlens"])
-    ]
-    assert abs(float(sum(local)) / 3 - float(whole)) > 1e-3
+    batch, weights_N = random_batch(0)
+
+    def share(a: int, b: int, tokens: int, sequences: int) -> float:
+        parts = [each[a:b] for each in (batch.logprobs_N, batch.loss_mask_N, weights_N)]
+        counts = {"num_loss_tokens": tokens, "num_sequences": sequences}
+        return float(aggregate(*parts, kind="token", **counts))
+
+    whole = share(0, 60, 42, 3)
+    borders = itertools.pairwise(batch.sequences.cu_seqlens)
+    local = [share(a, b, int(batch.loss_mask_N[a:b].sum()), 1) for a, b in borders]
+    assert abs(sum(local) / 3 - whole) > 1e-3
 
 
-def test_aggregate_is_float32_and_guards() -> None:
-    ones_N = torch.ones(3)
-    counts: dict[str, int] = {"num_loss_tokens": 3, "num_sequences": 1}
-    assert (
-        aggregate(ones_N.bfloat16(), ones_N, ones_N, kind="token", **counts).dtype == torch.float32
-    )
-    with pytest.raises(ValueError, match="'mean'"):
-        aggregate(ones_N, ones_N, ones_N, kind="mean", **counts)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="0 loss tokens"):
-        aggregate(ones_N, ones_N, ones_N, kind="token", num_loss_tokens=0, num_sequences=1)
-    with pytest.raises(ValueError, match="1 sequences of at most 0"):
-        aggregate(ones_N, ones_N, ones_N, kind="constant", **counts)
-    with pytest.raises(ValueError, match="0 sequences"):
-        aggregate(ones_N, ones_N, ones_N, kind="sequence", num_loss_tokens=3, num_sequences=0)
-    with pytest.raises(ValueError, match=r"'loss_mask': \[1\]"):
-        aggregate(ones_N, ones_N[:1], ones_N, kind="token", **counts)
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kind": "mean"}, "'mean'"),
+        ({"num_loss_tokens": 0}, "0 loss tokens"),
+        ({"kind": "constant"}, "1 sequences of at most 0"),
+        ({"kind": "sequence", "num_sequences": 0}, "0 sequences"),
+        ({"loss_mask_N": torch.ones(1)}, r"'loss_mask': \[1\]"),
+    ],
+)
+def test_aggregate_refuses(changes: dict[str, Any], fault: str) -> None:
+    given: dict[str, Any] = {"kind": "token", "num_loss_tokens": 3, "num_sequences": 1} | changes
+    mask_N = given.pop("loss_mask_N", torch.ones(3))
+    with pytest.raises(ValueError, match=fault):
+        aggregate(torch.ones(3), mask_N, torch.ones(3), **given)
