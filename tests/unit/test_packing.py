@@ -28,6 +28,8 @@ from tests.tiny import coded_rollout as rollout
 pytestmark = pytest.mark.unit
 
 DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
+# Of an update for one rank with one group.
+ONE: dict[str, int] = {"num_updates": 1, "num_ranks": 1}
 
 
 def log_normal_lengths(seed: int, count: int = 256) -> list[int]:
@@ -74,17 +76,11 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
     assert packed.cu_seqlens == (0, 5)
     assert packed.rollout_ids == (6,)
 
-    assert (
-        packed.tokens_N.dtype == packed.targets_N.dtype == packed.positions_N.dtype == torch.int64
-    )
+    for name in ("tokens_N", "targets_N", "positions_N"):
+        assert getattr(packed, name).dtype == torch.int64
     assert packed.routed_experts_NLK.dtype == torch.int8  # the smallest that holds 8 experts and -1
-    floats = (
-        packed.loss_mask_N,
-        packed.rollout_logprobs_N,
-        packed.advantages_N,
-        packed.sequence_weights_N,
-    )
-    assert {tensor.dtype for tensor in floats} == {torch.float32}
+    for name in ("loss_mask_N", "rollout_logprobs_N", "advantages_N", "sequence_weights_N"):
+        assert getattr(packed, name).dtype == torch.float32
 
 
 def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
@@ -160,6 +156,8 @@ def test_missing_rows_stay_missing() -> None:
 
 
 def test_dense_models_have_no_routes() -> None:
+    with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
+        pack([rollout([1, 2, 3], 1)], [0], **DENSE)
     packed = pack([rollout([1, 2, 3], 1, dense=True)], [0], **DENSE, multiple=8)
     assert packed.routed_experts_NLK.shape == (8, 0, 0)
     assert filler_micro_batch(**DENSE).routed_experts_NLK.shape == (4, 0, 0)
@@ -167,31 +165,24 @@ def test_dense_models_have_no_routes() -> None:
 
 def test_pack_does_not_alias_or_change_the_rollout() -> None:
     sample = rollout([1, 2, 3, 4], 2)
-    before = [
-        array.copy() for array in (sample.tokens_T, sample.loss_mask_T, sample.routed_experts)
-    ]
+    arrays = (sample.tokens_T, sample.loss_mask_T, sample.routed_experts)
+    before = [array.copy() for array in arrays]
     packed = pack([sample], [0], **MOE)
     for tensor in (packed.tokens_N, packed.loss_mask_N, packed.routed_experts_NLK):
         tensor.fill_(7)
-    for array, old in zip(
-        (sample.tokens_T, sample.loss_mask_T, sample.routed_experts), before, strict=True
-    ):
-        assert (array == old).all()
+    assert all((array == old).all() for array, old in zip(arrays, before, strict=True))
 
 
 @pytest.mark.parametrize(("multiple", "tokens"), [(1, 4), (4, 4), (3, 6), (16, 16)])
 def test_filler_micro_batch(multiple: int, tokens: int) -> None:
-    filler = filler_micro_batch(**MOE, multiple=multiple)
-    assert filler.num_tokens == tokens
-    assert filler.rollout_ids == (-1,)
-    assert not filler.captured_N.any()
-    assert not filler.loss_mask_N.any()
-    assert not filler.advantages_N.any()
-    assert (filler.routed_experts_NLK >= 0).all()
-    assert count_loss_tokens([filler]) == 0
-    empty = pack([], [], **MOE, multiple=multiple)
-    assert empty.rollout_ids == (-1,)
-    assert empty.num_tokens == tokens
+    for filler in (
+        filler_micro_batch(**MOE, multiple=multiple),
+        pack([], [], **MOE, multiple=multiple),
+    ):
+        assert filler.num_tokens == tokens and filler.rollout_ids == (-1,)
+        assert (filler.routed_experts_NLK >= 0).all() and count_loss_tokens([filler]) == 0
+        for name in ("captured_N", "loss_mask_N", "advantages_N"):
+            assert not getattr(filler, name).any(), name
 
 
 def test_filler_routes_are_distinct_and_spread() -> None:
@@ -217,17 +208,11 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
     ("sample", "fault"),
     [
         (with_route(2, 1, [3, 8]), r"outside 0 \.\. 7, at token 2 in MoE layer number 1: \[3, 8\]"),
-        (
-            with_route(1, 0, [-2, 3]),
-            r"outside 0 \.\. 7, at token 1 in MoE layer number 0: \[-2, 3\]",
-        ),
+        (with_route(1, 0, [-2, 3]), r"outside 0 \.\. 7, at token 1 .* number 0: \[-2, 3\]"),
         (with_route(3, 1, [-1, 3]), r"-1 in some .* at token 3 in MoE layer number 1: \[-1, 3\]"),
-        (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 in MoE layer number 1: \[-1, -1\]"),
+        (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 .* number 1: \[-1, -1\]"),
         (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
-        (
-            rollout([1, 2, 3, 4, 5], 2, dense=True),
-            r"routes have shape \(4, 0, 0\), expected .* \(2, 2\)",
-        ),
+        (rollout([1, 2, 3], 1, dense=True), r"shape \(2, 0, 0\), expected .* \(2, 2\)"),
         (rollout([1, 2, 3], 3), "first token is marked as sampled"),
         (
             replace(rollout([1, 2, 3], 1), loss_mask_T=np.array([0, 0.5, 1], np.float32)),
@@ -244,12 +229,6 @@ def test_pack_refuses(sample: Rollout, fault: str) -> None:
         pack([sample], [4], **MOE)
 
 
-def test_pack_refuses_wrong_arguments() -> None:
-    sample = rollout([1, 2, 3], 1)
-    with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
-        pack([sample], [0], **DENSE)
-
-
 # --- plan -------------------------------------------------------------------------------------
 
 
@@ -264,9 +243,8 @@ def test_plan_by_hand() -> None:
     """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the
     equal two.
     """
-    (update,) = plan_updates(
-        [1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8
-    )
+    options = ONE | {"num_ranks": 2, "micro_batch_tokens": 8}
+    (update,) = plan_updates([1, 2, 3, 4, 5], [0] * 5, **options)
     assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
     assert update.rollout_ids == (0, 1, 2, 3, 4)
     assert packing_efficiency([update], [1, 2, 3, 4, 5]) == 15 / 16
@@ -279,14 +257,8 @@ def test_every_rollout_once_groups_whole_within_the_limit(
     num_updates: int, num_ranks: int, micro_batch_tokens: int, multiple: int
 ) -> None:
     lengths, groups = log_normal_lengths(0), in_groups_of(8, 256)
-    updates = plan_updates(
-        lengths,
-        groups,
-        num_updates=num_updates,
-        num_ranks=num_ranks,
-        micro_batch_tokens=micro_batch_tokens,
-        multiple=multiple,
-    )
+    options = {"num_updates": num_updates, "num_ranks": num_ranks, "multiple": multiple}
+    updates = plan_updates(lengths, groups, **options, micro_batch_tokens=micro_batch_tokens)
     assert len(updates) == num_updates
     assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
     groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
@@ -303,9 +275,8 @@ def test_every_rollout_once_groups_whole_within_the_limit(
                 # by index, and equal lengths together
                 together = sorted(map(sorted, of_length.values()))
                 assert list(ids) == [i for members in together for i in members]
-        assert (
-            np.diff(sizes(update, lengths), axis=1) <= 0
-        ).all()  # the large ones of all ranks run together
+        # the large ones of all ranks run together
+        assert (np.diff(sizes(update, lengths), axis=1) <= 0).all()
 
 
 def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
@@ -323,13 +294,8 @@ def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: i
     promise.
     """
     lengths = log_normal_lengths(seed)
-    updates = plan_updates(
-        lengths,
-        in_groups_of(8, 256),
-        num_updates=1,
-        num_ranks=num_ranks,
-        micro_batch_tokens=micro_batch_tokens,
-    )
+    options = ONE | {"num_ranks": num_ranks, "micro_batch_tokens": micro_batch_tokens}
+    updates = plan_updates(lengths, in_groups_of(8, 256), **options)
     assert packing_efficiency(updates, lengths) >= 0.97
     totals = sizes(updates[0], lengths).sum(axis=1)
     assert totals.max() / totals.mean() <= 1.05
@@ -340,30 +306,17 @@ def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: i
 def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
     """Negative control: the same sequences dealt round-robin miss the promised figure."""
     lengths = log_normal_lengths(0)
-    dealt = UpdatePlan(
-        micro_batches=tuple(
-            tuple(tuple(range(8 * i + rank, 256, 32)) for i in range(4)) for rank in range(8)
-        )
-    )
+    ranks = [[tuple(range(8 * i + rank, 256, 32)) for i in range(4)] for rank in range(8)]
+    dealt = UpdatePlan(micro_batches=tuple(map(tuple, ranks)))
     assert dealt.rollout_ids == tuple(range(256))
     assert packing_efficiency([dealt], lengths) < 0.8
 
 
 def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
     """Four bins of 10, 9, 2 and 1: the rank with the 10 gets the 1."""
-    (update,) = plan_updates(
-        [10, 9, 2, 1], [0] * 4, num_updates=1, num_ranks=2, micro_batch_tokens=10
-    )
+    options = ONE | {"num_ranks": 2, "micro_batch_tokens": 10}
+    (update,) = plan_updates([10, 9, 2, 1], [0] * 4, **options)
     assert update.micro_batches == (((0,), (3,)), ((1,), (2,)))
-
-
-def test_the_plan_is_a_function_of_its_arguments() -> None:
-    # Ties everywhere: nothing but the index decides
-    lengths, groups = ([7] * 40, in_groups_of(4, 40))
-    options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}
-    assert plan_updates(lengths, groups, **options) == plan_updates(
-        tuple(lengths), np.array(groups).tolist(), **options
-    )
 
 
 def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
@@ -373,9 +326,8 @@ def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
 
 
 def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
-    (update,) = plan_updates(
-        [64, 64, 64], [0, 0, 0], num_updates=1, num_ranks=1, micro_batch_tokens=64, multiple=64
-    )
+    options = ONE | {"micro_batch_tokens": 64, "multiple": 64}
+    (update,) = plan_updates([64, 64, 64], [0, 0, 0], **options)
     assert update.micro_batches == (((0,), (1,), (2,)),)
 
 
@@ -383,24 +335,15 @@ def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
     ("change", "fault"),
     [
         ({"micro_batch_tokens": 19}, "rollout 1 has 20 tokens .* micro_batch_tokens = 19"),
-        (
-            {"micro_batch_tokens": 23, "multiple": 8},
-            "rollout 1 has 20 tokens .* = 23, padded to a multiple of 8",
-        ),
+        ({"micro_batch_tokens": 23, "multiple": 8}, "= 23, padded to a multiple of 8"),
         ({"num_updates": 3}, "2 groups cannot be split over 3 updates"),
     ],
 )
 def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
-    good: dict[str, Any] = {
-        "lengths_R": [10, 20, 30, 5],
-        "groups_R": [0, 0, 1, 1],
-        "num_updates": 1,
-        "num_ranks": 2,
-        "micro_batch_tokens": 40,
-    }
-    plan_updates(**good)
+    good = ONE | {"num_ranks": 2, "micro_batch_tokens": 40}
+    plan_updates([10, 20, 30, 5], [0, 0, 1, 1], **good)
     with pytest.raises(ValueError, match=fault):
-        plan_updates(**{**good, **change})
+        plan_updates([10, 20, 30, 5], [0, 0, 1, 1], **good | change)
 
 
 def test_plan_and_pack_together_keep_every_loss_token() -> None:
@@ -413,19 +356,13 @@ def test_plan_and_pack_together_keep_every_loss_token() -> None:
         for i, n in enumerate(rng.integers(4, 40, 24))
     ]
     lengths = [len(sample.tokens_T) for sample in rollouts]
-    updates = plan_updates(
-        lengths, in_groups_of(4, 24), num_updates=2, num_ranks=3, micro_batch_tokens=64, multiple=8
-    )
-    micro_batches = [
-        pack([rollouts[i] for i in ids], ids, **MOE, multiple=8)
-        for update in updates
-        for rank in update.micro_batches
-        for ids in rank
-    ]
+    options = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 64, "multiple": 8}
+    updates = plan_updates(lengths, in_groups_of(4, 24), **options)
+    parts = [ids for update in updates for rank in update.micro_batches for ids in rank]
+    micro_batches = [pack([rollouts[i] for i in ids], ids, **MOE, multiple=8) for ids in parts]
     assert max(micro_batch.num_tokens for micro_batch in micro_batches) <= 64
-    assert count_loss_tokens(micro_batches) == sum(
-        sample.num_response_tokens for sample in rollouts
-    )
+    sampled = sum(sample.num_response_tokens for sample in rollouts)
+    assert count_loss_tokens(micro_batches) == sampled
     packed = [i for micro_batch in micro_batches for i in micro_batch.rollout_ids if i >= 0]
     assert sorted(packed) == list(range(24))
 
@@ -451,10 +388,9 @@ def test_a_part_of_a_micro_batch_starts_at_a_sequence(
         assert torch.equal(getattr(part, name), expected), name
     assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.num_tokens
     assert len(part.rollout_ids) == len(part.cu_seqlens) - 1
+    end = start + part.num_tokens
     inner = [start + border for border in part.cu_seqlens[:-1]]
-    assert inner == [
-        border for border in whole.cu_seqlens if start <= border < start + part.num_tokens
-    ]
+    assert inner == [border for border in whole.cu_seqlens if start <= border < end]
 
 
 def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
@@ -464,7 +400,5 @@ def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
 
 
 def test_sequences_of_equal_length_are_neighbours_in_a_micro_batch() -> None:
-    (update,) = plan_updates(
-        [7, 5, 9, 5, 7, 3, 5], [0] * 7, num_updates=1, num_ranks=1, micro_batch_tokens=41
-    )
+    (update,) = plan_updates([7, 5, 9, 5, 7, 3, 5], [0] * 7, **ONE, micro_batch_tokens=41)
     assert update.micro_batches == (((0, 4, 1, 3, 6, 2, 5),),)
