@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +78,15 @@ def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
     return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
 
 
+def choice(says: str, env: Mapping[str, str] = {}, /, **options: Any) -> Any:
+    """What one request gets when the model says this."""
+
+    async def agent(client: Any) -> Any:
+        return (await chat(client, **options)).choices[0]
+
+    return play(agent, says, **env).value
+
+
 def test_a_conversation_through_the_client_is_one_sequence() -> None:
     async def agent(client: Any) -> Any:
         messages: list[Any] = list(ASK)
@@ -88,13 +97,12 @@ def test_a_conversation_through_the_client_is_one_sequence() -> None:
 
     played = play(agent)
     assert played.texts == ["hello<|im_end|>" * 3]
-    reply = played.value
-    assert reply.choices[0].message.content == "hello" and reply.model == "policy"
-    assert reply.choices[0].finish_reason == "stop" and reply.object == "chat.completion"
-    assert reply.usage.prompt_tokens == len(played.turns[-1].tokens_T)
-    sampled = len(played.tokenizer("hello")["input_ids"]) + 1
-    assert reply.usage.completion_tokens == sampled
-    assert reply.usage.total_tokens == reply.usage.prompt_tokens + sampled
+    reply, usage = played.value, played.value.usage
+    assert (reply.model, reply.object) == ("policy", "chat.completion")
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("hello", "stop")
+    asked, sampled = len(played.turns[-1].tokens_T), len(played.tokenizer("hello")["input_ids"]) + 1
+    assert (usage.prompt_tokens, usage.completion_tokens) == (asked, sampled)
+    assert usage.total_tokens == asked + sampled
 
 
 @pytest.mark.parametrize("in_parts", [False, True], ids=["text", "parts"])
@@ -180,24 +188,20 @@ def test_reasoning_is_shown_apart(keeps: bool) -> None:
     assert played.texts == ([whole * 2] if keeps else [whole] * 2)
 
 
-def test_reasoning_and_calls_are_read_together() -> None:
-    async def agent(client: Any) -> Any:
-        return (await chat(client, tools=TOOLS)).choices[0].message
-
-    said = THINKS.replace("yes", CALL)
-    message = play(agent, said, reasoning_parser="qwen3", tool_parser="hermes").value
-    assert (message.reasoning.strip(), message.content.strip()) == ("hm", "I add.")
-    assert message.tool_calls[0].function.name == "calc"
+THOUGHT = CALL.replace("calc", "thought")
 
 
-def test_calls_behind_reasoning_are_read_without_a_tool_parser() -> None:
-    async def agent(client: Any) -> Any:
-        return (await chat(client, tools=TOOLS)).choices[0].message
-
-    thought = CALL.replace("calc", "thought")
-    said = f"<think>{thought}</think>{CALL}"
-    message = play(agent, said, reasoning_parser="deepseek_r1").value
-    assert (message.reasoning, message.content) == (thought, "I add.")
+@pytest.mark.parametrize(
+    ("said", "parsers", "thought"),
+    [
+        (THINKS.replace("yes", CALL), {"reasoning_parser": "qwen3", "tool_parser": "hermes"}, "hm"),
+        (f"<think>{THOUGHT}</think>{CALL}", {"reasoning_parser": "deepseek_r1"}, THOUGHT),
+    ],
+    ids=["both", "without a tool parser"],
+)
+def test_calls_behind_reasoning_are_read(said: str, parsers: dict[str, str], thought: str) -> None:
+    message = choice(said, parsers, tools=TOOLS).message
+    assert (message.reasoning.strip(), message.content.strip()) == (thought, "I add.")
     (call,) = message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"x": 1})
 
@@ -222,12 +226,10 @@ def test_a_workflow_sees_reasoning_and_sends_it_back() -> None:
 def test_tools_that_a_parser_cannot_use_are_refused() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
-        with pytest.raises(openai.BadRequestError) as caught:
+        with pytest.raises(openai.BadRequestError, match="function"):
             await chat(client, tools=[{"type": "function"}])
-        return str(caught.value)
 
-    played = play(agent, tool_parser="hermes")
-    assert "function" in played.value and played.texts == ["hello<|im_end|>"]
+    assert play(agent, tool_parser="hermes").texts == ["hello<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -374,19 +376,13 @@ def test_control_tokens_that_a_client_sends_are_text() -> None:
 
 
 def test_log_probabilities_are_those_of_the_sampled_tokens() -> None:
-    async def agent(client: Any) -> Any:
-        return (await chat(client, logprobs=True)).choices[0].logprobs.content
-
-    listed = play(agent).value
+    listed = choice("hello", logprobs=True).logprobs.content
     assert "".join(each.token for each in listed) == "hello<|im_end|>"
     assert [each.logprob for each in listed] == [-0.25 * (1 + i) for i in range(len(listed))]
 
 
 def test_bytes_of_a_token_are_its_own_and_not_those_of_a_replacement() -> None:
-    async def agent(client: Any) -> Any:
-        return (await chat(client, logprobs=True)).choices[0].logprobs.content
-
-    listed = play(agent, "猫 😀").value
+    listed = choice("猫 😀", logprobs=True).logprobs.content
     whole = bytes(byte for each in listed for byte in each.bytes)
     assert whole.decode() == "猫 😀<|im_end|>"
     assert any(each.token == "\ufffd" for each in listed), "some token is part of a character"
@@ -402,11 +398,8 @@ def test_the_space_that_begins_a_token_is_in_its_bytes() -> None:
 
 
 def test_a_call_named_by_half_a_character_reaches_the_client() -> None:
-    async def agent(client: Any) -> Any:
-        return (await chat(client)).choices[0].message.tool_calls[0].function.name
-
     said = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
-    assert play(agent, said).value == "\ud83d"
+    assert choice(said).message.tool_calls[0].function.name == "\ud83d"
 
 
 def test_completions_of_text_and_of_tokens() -> None:
@@ -458,12 +451,10 @@ def test_trained_calls_are_sampled_as_the_run_says(
 def test_models_are_listed() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
-        return [each.id async for each in client.models.list()], await client.models.retrieve(
-            "policy"
-        )
+        models = client.models
+        return [each.id async for each in models.list()], (await models.retrieve("policy")).id
 
-    listed, entry = play(agent).value
-    assert listed == ["policy"] and entry.id == "policy"
+    assert play(agent).value == (["policy"], "policy")
 
 
 LONG = "a" * 20000
@@ -526,22 +517,27 @@ def test_every_error_has_the_shape_of_the_api() -> None:
     assert played.texts == ["hello<|im_end|>"], "no refused request was sampled"
 
 
+BAD: list[tuple[str, bytes, tuple[int, str | None]]] = [
+    ("chat/completions", b"{", (400, None)),
+    ("chat/completions", b"[]", (400, None)),
+    ("chat/completions", b'{"model": ' * 2000 + b"1" + b"}" * 2000, (400, None)),
+    ("completions", b'{"model": "policy", "prompt": [[1], [2]]}', (400, None)),
+    ("completions", b'{"model": "policy", "prompt": "a", "logprobs": 1}', (400, None)),
+    ("completions", b'{"model": "policy", "prompt": [99999999]}', (400, None)),
+    ("completions", b'{"model": "policy", "prompt": "\\ud83d"}', (400, None)),
+    ("completions", b"[" * 100_000, (400, None)),
+    ("chat/completions", b" " * (2 << 20), (413, "context_length_exceeded")),
+    ("embeddings", b"{}", (404, "unknown_url")),
+]
+
+
 def test_other_addresses_bodies_and_tokens_are_refused() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
         found = []
         url, headers = str(client.base_url), {"Authorization": f"Bearer {client.api_key}"}
         for path, body, head in (
-            ("chat/completions", b"{", headers),
-            ("chat/completions", b"[]", headers),
-            ("completions", b'{"model": "policy", "prompt": [[1], [2]]}', headers),
-            ("completions", b'{"model": "policy", "prompt": "a", "logprobs": 1}', headers),
-            ("completions", b'{"model": "policy", "prompt": [99999999]}', headers),
-            ("completions", b'{"model": "policy", "prompt": "\\ud83d"}', headers),
-            ("completions", b"[" * 100_000, headers),
-            ("chat/completions", b'{"model": ' * 2000 + b"1" + b"}" * 2000, headers),
-            ("chat/completions", b" " * (2 << 20), headers),
-            ("embeddings", b"{}", headers),
+            *((path, body, headers) for path, body, _ in BAD),
             ("chat/completions", b"{}", {}),
             ("chat/completions", b"{}", {"Authorization": "Bearer wrong"}),
         ):
@@ -549,37 +545,27 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
             found.append((response.status_code, response.json()["error"]["code"]))
         return found
 
-    bad, unknown = (400, None), (401, "invalid_api_key")
-    assert play(agent).value == [
-        *[bad] * 8,
-        (413, "context_length_exceeded"),
-        (404, "unknown_url"),
-        *[unknown] * 2,
-    ]
+    assert play(agent).value == [*(found for *_, found in BAD), *[(401, "invalid_api_key")] * 2]
 
 
-def test_wrong_tokens_and_those_of_finished_episodes_are_refused() -> None:
-    kept: list[Any] = []
+def test_tokens_of_finished_episodes_are_refused() -> None:
+    found: list[Any] = []
 
     class Twice:
         async def run(self, task: Prompt, model: Model) -> Any:
             async with serve(model) as access:
-                client = openai.AsyncOpenAI(
-                    base_url=access.base_url, api_key=access.api_key, max_retries=0
-                )
+                given = {"base_url": access.base_url, "api_key": access.api_key}
+                client = openai.AsyncOpenAI(**given, max_retries=0)
                 await chat(client)
-                kept.append(client)
-            for key in (client.api_key, "wrong"):
-                with pytest.raises(openai.AuthenticationError) as caught:
-                    await chat(client.with_options(api_key=key))
-                error = caught.value
-                kept.append((error.status_code, error.type, error.code, error.param))
-                assert "the token belongs to no episode" in error.body["message"]
+            with pytest.raises(openai.AuthenticationError, match="belongs to no episode") as caught:
+                await chat(client)
+            error = caught.value
+            found.append((error.status_code, error.type, error.code, error.param))
             return 1.0
 
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     play_round(Workflows(EnvConfig(), Twice), tokenizer, {0: PROMPT})
-    assert kept[1:] == [(401, "invalid_request_error", "invalid_api_key", None)] * 2
+    assert found == [(401, "invalid_request_error", "invalid_api_key", None)]
 
 
 def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
@@ -610,23 +596,6 @@ def test_a_limit_of_turns_is_an_error_of_the_api() -> None:
         return caught.value.code
 
     assert play(agent, max_turns=1).value == "max_turns_exceeded"
-
-
-def test_a_client_that_hangs_up_leaves_no_sample() -> None:
-    async def agent(client: Any) -> Any:
-        await chat(client)
-        with pytest.raises(openai.APITimeoutError):
-            await chat(client, [{"role": "user", "content": "late"}], timeout=0.5)
-        await chat(client, [{"role": "user", "content": "more"}])
-
-    def says(turn: Turn) -> str:
-        if "late" in tokenizer.decode(turn.tokens_T):
-            time.sleep(2.0)  # the engine is slower than the client's patience
-            return "late"
-        return "hello"
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    assert Played(agent, says).texts == ["hello<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize("way", ["chat", "complete"])
@@ -683,9 +652,7 @@ def test_refused_requests_are_counted_by_cause() -> None:
         for options in ({"n": 2}, {"max_tokens": 0}, {"model": "gpt"},
                         {"messages": [{"role": "user", "content": LONG}]}):  # fmt: skip
             with pytest.raises(openai.APIStatusError):
-                await client.chat.completions.create(
-                    **{"model": "policy", "messages": ASK, **options}
-                )
+                await chat(client, **options)
         await chat(client)
         with pytest.raises(openai.BadRequestError):
             await chat(client)
