@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from r3.envs import (
     Environments,
     GuessNumber,
     checked_step,
-    evaluate,
-    find,
     parsed_calls,
 )
 from r3.rollout import read_task, readable_message
@@ -36,6 +33,13 @@ from tests.settings import found_in_files
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
+
+
+def opened(folder: Path, source: str, name: str = "Mine", **settings: Any) -> Environments:
+    """Environments of a class in a user's file."""
+    file = folder / "mine.py"
+    file.write_text(source)
+    return Environments(EnvConfig(path=f"{file}:{name}", **settings))
 
 
 GOOD = """
@@ -69,13 +73,6 @@ def test_a_users_file_is_refused_by_name(
     file.write_text(source)
     message = found_in_files({field: f"{file}:{name}", "eval.path": str(assets.WORD_PROBLEMS_EVAL)})
     assert said in message[field] and "Fix: " in message[field]
-
-
-def test_a_string_of_ends_of_turns_is_no_list_of_them(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(GOOD.replace('("###",)', '"###"'))
-    with pytest.raises(ConfigError, match=r"env\.path .*Mine\.stop is '###', not a list"):
-        Environments(EnvConfig(path=f"{file}:Mine"))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +159,7 @@ def test_built_in_environments_keep_the_contract(name: str) -> None:
     ("text", "replies"),
     [
         ("<tool_call>47+38</tool_call>", ["85"]),
+        ("<tool_call>0.1+0.2</tool_call>", ["0.3"]),  # exact
         ("first <tool_call>2*(3-5)</tool_call> then <tool_call>1/4</tool_call>", ["-4", "0.25"]),
         ('<tool_call>{"name": "calc", "arguments": {"expression": "7 - 10"}}</tool_call>', ["-3"]),
         ("<tool_call>{bad json</tool_call>", ["error"]),
@@ -177,10 +175,6 @@ def test_calculator_replies_to_calls_and_ends_without_one(text: str, replies: li
     messages, reward, done = Calculator().step(said(text))
     assert [message["content"] for message in messages] == replies
     assert reward is None and done == (not replies)
-
-
-def test_calculator_is_exact() -> None:
-    assert evaluate("0.1+0.2") == "0.3"
 
 
 def play(name: str) -> tuple[int, float]:
@@ -244,9 +238,7 @@ class Async(Plain):
 def test_conversations_keep_their_own_environment_wherever_it_runs(
     name: str, workers: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "several.py"
-    file.write_text(SEVERAL)
-    environments = Environments(EnvConfig(path=f"{file}:{name}", workers=workers))
+    environments = opened(tmp_path, SEVERAL, name, workers=workers)
     count = 40 if workers == 0 else 6
     for key in range(count):
         environments.open(key, prompt())
@@ -279,10 +271,8 @@ class Limited:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> None:
-    file = tmp_path / "limited.py"
-    file.write_text(WITH_ARGS)
     args = ("limit=3", "name=a=b")
-    environments = Environments(EnvConfig(path=f"{file}:Limited", args=args, workers=workers))
+    environments = opened(tmp_path, WITH_ARGS, "Limited", args=args, workers=workers)
     environments.open(0, prompt())
     opened = collect(environments, 1)[0].value
     assert opened[0]["content"] == "a=b 4"
@@ -320,16 +310,15 @@ class Slowly(Talk):
 def test_an_environment_shows_what_its_instances_have(
     name: str, workers: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "shows.py"
+    file = tmp_path / "mine.py"
     file.write_text(SHOWS)
     env = {"path": f"{file}:{name}", "args": ("name=find_it",), "workers": workers}
     model = {"path": str(assets.TINY_MOE_TOOLS)}
     task = read_task(tiny_config(model=model, eval={"path": ()}, env=env))
     environments = task.conversation_setup.environment_calls
     first = task.prompts.prompts[0]
-    assert "find_it" in task.tokenizer.decode(first.tokens_T) and environments.stop == (
-        "from init",
-    )
+    assert "find_it" in task.tokenizer.decode(first.tokens_T)
+    assert environments.stop == ("from init",)
     assert first.tools[0]["function"]["name"] == "find_it"
     environments.open(0, first)
     assert collect(environments, 1)[0].value == first.messages
@@ -338,9 +327,7 @@ def test_an_environment_shows_what_its_instances_have(
     task.close()
     # What is set later would be shown to no model.
     for where in ("reset", "step"):
-        environments = Environments(
-            EnvConfig(path=f"{file}:{name}", workers=workers, args=(f"where={where}",))
-        )
+        environments = opened(tmp_path, SHOWS, name, workers=workers, args=(f"where={where}",))
         assert (environments.tools, environments.stop) == ((), ("of the class",))
         environments.open(0, first)
         reply = collect(environments, 1)[0]
@@ -351,10 +338,8 @@ def test_an_environment_shows_what_its_instances_have(
         assert reply.failure is not None
         assert f"{name}.{where} changed self.tools to" in reply.failure.text
         environments.close()
-    with pytest.raises(
-        ConfigError, match=r"shows.py:\w+': \w+\(fails=True\) raised AssertionError"
-    ):
-        Environments(EnvConfig(path=f"{file}:{name}", workers=workers, args=("fails=true",)))
+    with pytest.raises(ConfigError, match=r"mine.py:\w+': \w+\(fails=True\) raised Assertion"):
+        opened(tmp_path, SHOWS, name, workers=workers, args=("fails=true",))
 
 
 OF_A_THREAD = """
@@ -387,9 +372,7 @@ class Closing(Rows):
 @pytest.mark.parametrize("name", ["Rows", "Closing"])
 def test_calls_of_a_conversation_are_made_in_one_thread(name: str, tmp_path: Path) -> None:
     """SQLite's connections and browsers raise errors in any other."""
-    file = tmp_path / "rows.py"
-    file.write_text(OF_A_THREAD)
-    environments = Environments(EnvConfig(path=f"{file}:{name}", timeout_s=1.0, retries=1))
+    environments = opened(tmp_path, OF_A_THREAD, name, timeout_s=1.0, retries=1)
     for key in range(3):
         environments.open(key, prompt())
     threads = {reply.failure or key for key, reply in collect(environments, 3).items()}
@@ -427,13 +410,12 @@ def lanes() -> list[threading.Thread]:
         ("tools = {'look_up': look_up}", "Mine.tools is .*, not a list"),
         ("stop = ['###', '']", "not empty"),
         ("stop = [3]", "not a list of strings"),
+        ("stop = '###'", r"env\.path .*Mine\.stop is '###', not a list"),
     ],
 )
 def test_what_the_model_cannot_be_shown_is_refused(line: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(f"def look_up(): pass\n{GOOD}    {line}\n")
     with pytest.raises(ConfigError, match=said):
-        Environments(EnvConfig(path=f"{file}:Mine"))
+        opened(tmp_path, f"def look_up(): pass\n{GOOD}    {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -447,9 +429,8 @@ def test_what_the_model_cannot_be_shown_is_refused(line: str, said: str, tmp_pat
 )
 def test_what_reset_returns_is_checked(value: str, text: str, tmp_path: Path) -> None:
     """The message begins with what is wrong, without frames of R3."""
-    file = tmp_path / "mine.py"
-    file.write_text(GOOD.replace("return prompt.messages", f"return {value}"))
-    environments = Environments(EnvConfig(path=f"{file}:Mine"))
+    source = GOOD.replace("return prompt.messages", f"return {value}")
+    environments = opened(tmp_path, source)
     environments.open(0, prompt())
     failure = collect(environments, 1)[0].failure
     assert failure is not None and text in failure.text and "File" not in failure.text
@@ -457,45 +438,43 @@ def test_what_reset_returns_is_checked(value: str, text: str, tmp_path: Path) ->
 
 
 def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "limited.py"
-    file.write_text(WITH_ARGS)
     with pytest.raises(ConfigError, match=r"no parameter 'depth'\. Fix: Limited takes limit, name"):
-        find(EnvConfig(path=f"{file}:Limited", args=("depth=2",)))
+        opened(tmp_path, WITH_ARGS, "Limited", args=("depth=2",))
     with pytest.raises(ConfigError, match="calculator takes none"):
-        find(EnvConfig(name="calculator", args=("depth=2",)))
+        Environments(EnvConfig(name="calculator", args=("depth=2",)))
 
 
 _CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+_F = {"name": "f", "arguments": {"x": 1}}
 
 
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("no call", []),
-        (
-            'one <tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>',
-            [{"name": "calc", "arguments": {"x": 1}}],
-        ),
+        (f"one {_CALL}", [_F]),
         (
             '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
-            '<tool_call>{"name": "b", "arguments": "{\\"x\\": 1}"}</tool_call>',
-            [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}],
+            '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>',
+            [{"name": "a", "arguments": {}}, _F],
         ),
-        ('<tool_call>{"name": "a"}</tool_call>', []),
-        ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', []),
-        ("<tool_call>1+2</tool_call>", []),
-        ('<tool_call>{"name": 3}</tool_call>', []),
-        ('<tool_call>{"name": "a", "arguments": "x"}</tool_call>', []),
-        ('<tool_call>{"name": "a", "arguments": {}}', []),
-        (f"<think>no {_CALL}</think> {_CALL}", [{"name": "f", "arguments": {"x": 1}}]),
-        (f"{_CALL} <think>no {_CALL}", [{"name": "f", "arguments": {"x": 1}}]),
+        (f"<think>no {_CALL}</think> {_CALL}", [_F]),
+        (f"{_CALL} <think>no {_CALL}", [_F]),
         (f"no {_CALL}</think> yes", []),
         (f"<think>no {_CALL}", []),
-        (
-            '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
-            [{"name": "f", "arguments": {"x": "</think>"}}],
-        ),
+        (_CALL.replace("1", '"</think>"'), [{"name": "f", "arguments": {"x": "</think>"}}]),
         (f"<tool_call>{{'name': <tool_call>{_CALL}", []),
+        *(
+            (text, [])
+            for text in (
+                "no call",
+                '<tool_call>{"name": "a"}</tool_call>',
+                '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>',
+                "<tool_call>1+2</tool_call>",
+                '<tool_call>{"name": 3}</tool_call>',
+                '<tool_call>{"name": "a", "arguments": "x"}</tool_call>',
+                '<tool_call>{"name": "a", "arguments": {}}',
+            )
+        ),
     ],
 )
 def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
@@ -503,21 +482,12 @@ def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
 
 
 def test_default_environment_is_one_turn() -> None:
-    environments = Environments(EnvConfig())
-    assert environments.one_turn and not environments.stop
-    assert Environments(replace(EnvConfig(), stop=("a",))).stop == ("a",)
+    environments = Environments(EnvConfig(stop=("a",)))
+    assert environments.one_turn and environments.stop == ("a",)
 
 
 def test_a_message_readable_message_is_plain_json() -> None:
-    message = {
-        "role": "tool",
-        "content": "7",
-        "name": "calc",
-        "board": object(),
-        "tool_calls": None,
-    }
-    assert readable_message(message) == {"role": "tool", "content": "7", "name": "calc"}
-    odd = readable_message(
-        {"role": "assistant", "content": "", "tool_calls": [{"arguments": {1: Path("a")}}]}
-    )
+    plain = {"role": "tool", "content": "7", "name": "calc"}
+    assert readable_message({**plain, "board": object(), "tool_calls": None}) == plain
+    odd = readable_message({**plain, "tool_calls": [{"arguments": {1: Path("a")}}]})
     assert odd["tool_calls"] == [{"arguments": {"1": "a"}}]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.agents import Workflows
-from r3.config import ConfigError, EnvConfig, RewardConfig
+from r3.config import EnvConfig, RewardConfig
 from r3.engine import Turn
 from r3.envs import is_workflow
-from r3.rewards.scorer import Scorer, make_scorer
+from r3.rewards.scorer import make_scorer
 from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut, limit_notes
 from r3.types import Prompt, Rollout
 from r3.user_code.loading import load
@@ -128,16 +127,6 @@ class Mixed:
         await model.chat([*task.messages, user("again")])
         return float(number)
 
-class Once:
-    """Fails at its first attempt."""
-    attempts = []
-    async def run(self, task, model):
-        await model.chat(task.messages)
-        Once.attempts.append(task.id)
-        if len(Once.attempts) == 1:
-            raise RuntimeError("once")
-        return 1.0
-
 class Haunts:
     """Its first attempt leaves a task behind, which calls the model during the second one."""
     async def run(self, task, model):
@@ -181,22 +170,6 @@ class Misspells:
     async def run(self, task, model):
         await model.chat(task.messages, max_token=5)
 
-class Leaks:
-    """Calls the model after it has returned."""
-    async def run(self, task, model):
-        await model.chat(task.messages)
-        if task.answer == "0":
-            self.task = asyncio.create_task(self.late(model))
-        else:
-            await asyncio.sleep(0.3)
-        return 1.0
-    async def late(self, model):
-        await asyncio.sleep(0.1)
-        try:
-            await model.chat([user("late")])
-        except RuntimeError as error:
-            Leaks.error = str(error)
-
 class Completes:
     async def run(self, task, model):
         first = await model.complete(task.tokens_T)
@@ -220,14 +193,10 @@ class Tools:
         await model.chat([*task.messages, plain, {"role": "tool", "content": "3"}], tools=[])
         return 1.0
 
-class NotAsync:
-    def run(self, task, model):
-        return 1.0
-
-class NoModel:
-    async def run(self, task):
-        return 1.0
 '''
+
+
+CALL = '<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
 
 
 def prompt(number: int) -> Prompt:
@@ -249,36 +218,23 @@ class Play:
         self.turns: list[Turn] = []
 
     def __call__(
-        self,
-        workflow: str,
-        *,
-        prompts: int = 1,
-        samples: int = 1,
-        says: Callable[[Turn], str] = lambda turn: "hello",
-        scorer: Scorer | None = None,
-        keep_failed: bool = False,
-        engine_s: float = 0.0,
-        max_response_tokens: int = 400,
-        **env: Any,
+        self, workflow: str, *, prompts: int = 1, says: str = "hello", **options: Any
     ) -> RoundResult:
+        """Play one round; `options` are those of `play_round`, or settings of `env`."""
+        of_round = inspect.signature(play_round).parameters.keys() & options.keys()
+        env = {name: options[name] for name in options.keys() - of_round}
         settings = EnvConfig(path=f"{self.file}:{workflow}", **env)
-        workflows = ConversationSetup.of(settings, self.tokenizer, "tiny").environments
-        assert isinstance(workflows, Workflows)
 
         def answer(turn: Turn) -> str:
             self.turns.append(turn)
-            return says(turn)
+            return says
 
         collected, _ = play_round(
-            workflows,
+            ConversationSetup.of(settings, self.tokenizer, "tiny"),
             self.tokenizer,
             {number: prompt(number) for number in range(prompts)},
             says=answer,
-            samples=samples,
-            max_response_tokens=max_response_tokens,
-            scorer=scorer,
-            keep_failed=keep_failed,
-            engine_s=engine_s,
+            **{name: options[name] for name in of_round},
         )
         return collected
 
@@ -323,36 +279,44 @@ def test_a_conversation_that_grows_is_one_sequence(
     assert values(collected.metrics)["env/continued_frac"] == 2 / 3
 
 
-def test_a_prompt_that_extends_nothing_begins_a_sequence(play: Play) -> None:
-    collected = play("Forgets")
-    assert shape(collected) == [(0, 0, 1), (0, 1, 1), (0, 2, 1)]
-    assert rewards_of(collected) == [0.5] * 3
-    assert [each.messages[0]["content"] for each in collected.rollouts] == [
-        "turn 0",
-        "turn 1",
-        "turn 2",
-    ]
-    assert values(collected.metrics)["env/sequences_mean"] == 3
-
-
-def test_one_branch_continues_and_the_other_begins_a_sequence(play: Play) -> None:
-    collected = play("Branches")
-    # The judge is not there.
-    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
-    assert play.turns[-1].sampling.temperature == 0.0 and play.turns[-1].max_tokens == 3
-    assert len({turn.seed for turn in play.turns}) == 4 and rewards_of(collected) == [
-        1.0,
-        1.0,
-    ]
+@pytest.mark.parametrize(
+    ("workflow", "says", "sequences", "rewards"),
+    [
+        # Every prompt replaces the one before.
+        ("Forgets", "hello", [(0, 0, 1), (0, 1, 1), (0, 2, 1)], [0.5] * 3),
+        # One of two answers to a plan continues it. The judge is not there.
+        ("Branches", "hello", [(0, 0, 2), (0, 1, 1)], [1.0, 1.0]),
+        # Tokens continue tokens; a text is another sequence.
+        ("Completes", "hello", [(0, 0, 2), (0, 1, 1)], [2.0, 2.0]),
+        # Calls are rendered as they were sampled; without tools the prompt is another one.
+        ("Tools", CALL, [(0, 0, 2), (0, 1, 1)], [1.0, 1.0]),
+        # Rewards per call belong to their sequences.
+        ("PerCall", "hello", [(0, 0, 1), (0, 1, 1), (0, 2, 1)], [0.0, 0.1, 0.2]),
+        ("PerTurn", "hello", [(0, 0, 3)], [7.0]),
+    ],
+)
+def test_calls_become_sequences(
+    play: Play, workflow: str, says: str, sequences: list[Any], rewards: list[float]
+) -> None:
+    collected = play(workflow, says=says)
+    assert shape(collected) == sequences and rewards_of(collected) == rewards
+    assert values(collected.metrics)["env/sequences_mean"] == len(sequences)
+    first = collected.rollouts[0]
+    assert bool(first.own_reward) == (workflow == "PerCall")
+    assert (first.turn_rewards == (1.0, 2.0, 4.0)) == (workflow == "PerTurn")
+    text = play.tokenizer.decode(first.tokens_T)
+    assert text.count("<tool_call>") == 2 * (workflow == "Tools")
+    if workflow == "Branches":
+        assert len({turn.seed for turn in play.turns}) == 4
+        assert play.turns[-1].sampling.temperature == 0.0 and play.turns[-1].max_tokens == 3
 
 
 def test_white_space_that_a_template_trims_does_not_end_a_sequence(play: Play) -> None:
     template = play.tokenizer.chat_template
-    play.tokenizer.chat_template = template.replace("m.content", "(m.content | trim)").replace(
-        "message.content", "(message.content | trim)"
-    )
-    assert play.tokenizer.chat_template != template
-    assert shape(play("Talks", says=lambda turn: " hello \n")) == [(0, 0, 3)]
+    trims = template.replace("message.content", "(message.content | trim)")
+    assert trims != template
+    play.tokenizer.chat_template = trims
+    assert shape(play("Talks", says=" hello \n")) == [(0, 0, 3)]
 
 
 def test_seeds_of_forks_do_not_depend_on_which_branch_is_faster(play: Play) -> None:
@@ -369,21 +333,6 @@ def test_seeds_of_forks_do_not_depend_on_which_branch_is_faster(play: Play) -> N
     assert all(once() == first for _ in range(3))
 
 
-def test_a_message_with_tool_calls_is_rendered_as_it_was_sampled(play: Play) -> None:
-    call = '<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
-    collected = play("Tools", says=lambda turn: call)
-    # Without tools the prompt is another one.
-    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
-    assert play.tokenizer.decode(collected.rollouts[0].tokens_T).count("<tool_call>") == 2
-
-
-def test_complete_continues_tokens(play: Play) -> None:
-    collected = play("Completes")
-    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
-    assert rewards_of(collected) == [2.0, 2.0]
-    assert collected.rollouts[0].tokens_T[:3].tolist() == [3, 4, 5]
-
-
 def test_a_text_begins_once(play: Play) -> None:
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     play.tokenizer.backend_tokenizer.post_processor = begin
@@ -394,18 +343,6 @@ def test_a_text_begins_once(play: Play) -> None:
 
 
 # --- rewards ------------------------------------------------------------------------------------
-
-
-def test_rewards_per_call_belong_to_their_sequences(play: Play) -> None:
-    collected = play("PerCall")
-    assert rewards_of(collected) == [0.0, 0.1, 0.2]
-    assert all(each.own_reward for each in collected.rollouts)
-    collected = play("PerTurn")
-    assert rewards_of(collected) == [7.0] and collected.rollouts[0].turn_rewards == (
-        1.0,
-        2.0,
-        4.0,
-    )
 
 
 def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) -> None:
@@ -462,26 +399,17 @@ def test_64_episodes_with_one_that_crashes_and_two_that_hang(play: Play) -> None
     collected = play("Mixed", prompts=64, timeout_s=1.0, on_error="drop")
     kept = [number for number in range(64) if number not in (7, 13, 21)]
     assert sorted({each.group for each in collected.rollouts}) == kept
-    assert {
-        each.group: reward
-        for each, reward in zip(collected.rollouts, rewards_of(collected), strict=True)
-    } == {number: float(number) for number in kept}
-    found = values(collected.metrics)
-    assert [found[f"env/{name}"] for name in ("calls", "errors", "timeouts", "dropped")] == [
-        64,
-        1,
-        2,
-        3,
-    ]
+    found = {each.rollout.group: each.reward for each in collected.samples}
+    assert found == {number: float(number) for number in kept}
+    counts = values(collected.metrics)
+    names = ("calls", "errors", "timeouts", "dropped")
+    assert [counts[f"env/{name}"] for name in names] == [64, 1, 2, 3]
 
 
-def test_a_failed_episode_keeps_its_sequences_with_reward_0(play: Play) -> None:
+def test_a_failed_episode_keeps_its_sequences_with_reward_0_or_names_the_line(play: Play) -> None:
     collected = play("Mixed", prompts=8, timeout_s=1.0, on_error="zero")
     assert rewards_of(collected)[-1] == 0.0 and collected.rollouts[-1].finish_reason == "error"
     assert values(collected.metrics)["env/zeroed"] == 1
-
-
-def test_stop_names_the_sample_and_the_line(play: Play) -> None:
     with pytest.raises(EnvironmentFailed, match=r"(?s)rows:7/0.*mine.py.*the agent crashed"):
         play("Mixed", prompts=8)
 
@@ -514,13 +442,6 @@ def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
     assert "look_up" not in play.tokenizer.decode(play.turns[1].tokens_T)
 
 
-def test_a_retry_lives_the_episode_again(play: Play) -> None:
-    collected = play("Once", retries=1)
-    assert shape(collected) == [(0, 0, 1)] and rewards_of(collected) == [1.0]
-    assert play.turns[0].seed == play.turns[1].seed
-    assert values(collected.metrics)["env/retries"] == 1
-
-
 def test_time_of_the_engine_is_not_time_of_the_episode(play: Play) -> None:
     assert rewards_of(play("Talks", engine_s=0.3, timeout_s=0.5)) == [1.0]
 
@@ -538,14 +459,11 @@ def test_an_episode_without_a_trained_call_fails_in_training_only(play: Play) ->
     assert rewards_of(collected) == [1.0] and collected.rollouts[0].num_response_tokens == 0
 
 
-def test_a_call_after_the_end_is_refused(play: Play) -> None:
-    assert rewards_of(play("Leaks", prompts=2)) == [1.0, 1.0]
-    assert "the episode is over" in load(f"{play.file}:Leaks").error
-
-
 def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
     collected = play("Haunts", retries=1)
     assert shape(collected) == [(0, 0, 1)] and rewards_of(collected) == [1.0]
+    assert play.turns[0].seed == play.turns[1].seed
+    assert values(collected.metrics)["env/retries"] == 1
     assert "the episode is over" in load(f"{play.file}:Haunts").error
 
 
@@ -565,14 +483,6 @@ def test_a_wrong_call_or_result_is_a_failure(
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=message):
         play(workflow, **env)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("NotAsync", "run is not async"), ("NoModel", "cannot be called as run")]
-)
-def test_a_class_that_cannot_run_is_refused(play: Play, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        play(name)
 
 
 # --- settings -----------------------------------------------------------------------------------
