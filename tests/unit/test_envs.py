@@ -274,8 +274,7 @@ def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> N
     args = ("limit=3", "name=a=b")
     environments = opened(tmp_path, WITH_ARGS, "Limited", args=args, workers=workers)
     environments.open(0, prompt())
-    opened = collect(environments, 1)[0].value
-    assert opened[0]["content"] == "a=b 4"
+    assert collect(environments, 1)[0].value[0]["content"] == "a=b 4"
     environments.close()
 
 

@@ -18,15 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from r3 import assets
 from r3.config import ConfigError, RewardConfig
 from r3.judges.model import Batches, RewardModel
-from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.runtime.device import Device
-from r3.types import Prompt, Rollout
+from r3.types import Rollout
 from tests.families import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier
-from tests.tiny import random_rollouts
+from tests.tiny import QUESTION as PROMPT
+from tests.tiny import responded
 
 pytestmark = pytest.mark.unit
 
@@ -48,19 +47,13 @@ def model(settings: RewardConfig) -> RewardModel:
     return RewardModel(settings)
 
 
-PROMPT = Prompt(
-    id="rows.jsonl:7", messages=({"role": "user", "content": "3 + 4?"},), tokens_T=(1,), answer=""
-)
-
-
 def rollouts(count: int) -> list[Rollout]:
     """Conversations of many lengths."""
     generator = random.Random(0)
-    made = random_rollouts(ModelShape.read(assets.TINY_MOE), [6] * count, group_size=1)
     words = ("3", "+", "so", "apples", "####", "7")
     return [
-        replace(one, response=" ".join(generator.choices(words, k=generator.randint(1, 60))))
-        for one in made
+        responded(" ".join(generator.choices(words, k=generator.randint(1, 60))))
+        for _ in range(count)
     ]
 
 
@@ -91,11 +84,6 @@ def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: Rewa
     scorer.close()
     assert max(abs(found[key] - single[key]) for key in range(50)) <= CLASSIFIER_TOLERANCE
     assert max(single) - min(single) > 100 * CLASSIFIER_TOLERANCE  # they do differ
-    # As transformers alone computes it, without any padding.
-    (tokens,) = (torch.tensor([model.encode(answers[3].response, PROMPT)]),)
-    with torch.no_grad():
-        (expected,) = model._model(input_ids=tokens).logits[0].tolist()
-    assert single[3] == pytest.approx(expected, abs=CLASSIFIER_TOLERANCE)
 
 
 PADDING = {
@@ -146,50 +134,48 @@ def edited(settings: RewardConfig, folder: Path, **facts: Any) -> Path:
     return path
 
 
-def renamed(tensors: dict[str, Any]) -> None:
-    tensors["value_head.weight"] = tensors.pop("score.weight")
-
-
-def headless(tensors: dict[str, Any]) -> None:
-    del tensors["score.weight"]
-
-
-def one_layer(tensors: dict[str, Any]) -> None:
-    for name in [name for name in tensors if ".layers.1." in name]:
-        del tensors[name]
-
-
-def two_scores(tensors: dict[str, Any]) -> None:
-    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
+def with_tensors(
+    settings: RewardConfig, folder: Path, change: Callable[[dict[str, Any]], Any]
+) -> RewardModel:
+    """The model of a folder whose tensors were changed."""
+    path = edited(settings, folder)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return RewardModel(replace(settings, model_path=str(path)))
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (headless, "its files have no score.weight, which would be random"),
-        (one_layer, "layers.1.mlp.gate_proj.weight and 6 more tensors, which would be random"),
-        (two_scores, "its files have another shape of score.weight"),
+        (
+            lambda tensors: tensors.pop("score.weight"),
+            "its files have no score.weight, which would be random",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in [*tensors] if ".layers.1." in name],
+            "layers.1.mlp.gate_proj.weight and 6 more tensors, which would be random",
+        ),
+        (
+            lambda tensors: tensors.update({"score.weight": tensors["score.weight"].repeat(2, 1)}),
+            "its files have another shape of score.weight",
+        ),
     ],
 )
 def test_a_tensor_that_is_not_in_the_files_is_refused(
-    settings: RewardConfig, tmp_path: Path, change: Callable[[dict[str, Any]], None], rule: str
+    settings: RewardConfig, tmp_path: Path, change: Callable[[dict[str, Any]], Any], rule: str
 ) -> None:
-    path = edited(settings, tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=rule):
-        RewardModel(replace(settings, model_path=str(path)))
+        with_tensors(settings, tmp_path, change)
 
 
 def test_a_head_of_another_name_is_read(
     settings: RewardConfig, model: RewardModel, tmp_path: Path
 ) -> None:
-    path = edited(settings, tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    renamed(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    same = RewardModel(replace(settings, model_path=str(path)))
+    def rename(tensors: dict[str, Any]) -> None:
+        tensors["value_head.weight"] = tensors.pop("score.weight")
+
+    same = with_tensors(settings, tmp_path, rename)
     assert same.score("7", PROMPT) == model.score("7", PROMPT)
 
 

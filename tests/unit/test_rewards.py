@@ -11,13 +11,11 @@ import torch
 
 from r3 import assets
 from r3.config import RewardConfig
-from r3.models.shape import ModelShape
-from r3.rewards import REWARDS, checked, exact
+from r3.rewards import REWARDS, CallError, checked, exact
 from r3.rewards.scorer import make_scorer
 from r3.types import Prompt
-from r3.user_code.calls import CallError
 from tests.settings import found, found_in_files
-from tests.tiny import random_rollouts
+from tests.tiny import responded
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +26,10 @@ def prompt(answer: str) -> Prompt:
     return Prompt(id="rows.jsonl:7", messages=(), tokens_T=(1,), answer=answer)
 
 
-def test_exact_ignores_outer_white_space_only() -> None:
+def test_built_ins_give_numbers_and_exact_ignores_outer_white_space_only() -> None:
+    for name in REWARDS:
+        assert REWARDS[name]("#### 7", prompt("#### 7")) == 1.0
+        assert REWARDS[name]("#### 8", prompt("#### 7")) == 0.0
     assert exact(" a b\n", prompt("a b")) == 1.0
     assert exact("ab", prompt("a b")) == 0.0
 
@@ -37,12 +38,6 @@ def test_numbers_pass() -> None:
     for value in (1, 0.25, True, np.float32(0.5), np.int64(2)):
         assert checked(value) == float(value)
         assert type(checked(value)) is float
-
-
-@pytest.mark.parametrize("name", sorted(REWARDS))
-def test_every_built_in_gives_a_number(name: str) -> None:
-    assert REWARDS[name]("#### 7", prompt("#### 7")) == 1.0
-    assert REWARDS[name]("#### 8", prompt("#### 7")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -90,8 +85,6 @@ def test_what_names_no_function_is_refused(
         ("\n\n1 / 0", "mine.py:3 raised ZeroDivisionError"),
         ("def reward(", "raised SyntaxError"),
         ("import sys; sys.exit(0)", "mine.py calls sys.exit(0) while it is imported"),
-        ("import sys; sys.exit('text')", "mine.py calls sys.exit(text)"),
-        ("import sys; sys.exit()", "mine.py calls sys.exit()"),
     ],
 )
 @pytest.mark.parametrize("field", ["reward.function", "eval.function", "reward.row_functions"])
@@ -140,8 +133,7 @@ def test_the_check_and_the_run_share_one_import(
     assert "imported" not in capfd.readouterr().out, "settings alone run no code of the user"
     assert found_in_files({"reward.function": "mine.py:reward"}) == {}
     scorer = make_scorer(RewardConfig(function=("mine.py:reward",)))
-    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
-    assert [scorer(rollout, prompt("")) for _ in range(2)] == [1.0, 2.0]
+    assert [scorer(responded(), prompt("")) for _ in range(2)] == [1.0, 2.0]
     scorer.close()
     assert capfd.readouterr().out.count("imported") == 1
     assert Path.cwd() == tmp_path

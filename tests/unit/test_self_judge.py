@@ -8,38 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets, checks
+from r3 import checks, extras
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import Sampled, Turn
-from r3.judges.self_judge import Judging
-from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task
-from r3.types import Prompt, Rollout
 from tests.settings import changed, found
-from tests.tiny import FEW_ROWS, random_rollouts, tiny_config
+from tests.tiny import FEW_ROWS, responded, tiny_config
+from tests.tiny import QUESTION as PROMPT
 
 pytestmark = pytest.mark.unit
-
-PROMPT = Prompt(
-    id="rows.jsonl:7",
-    messages=({"role": "user", "content": "3 + 4?"},),
-    tokens_T=(1,),
-    answer="#### 7",
-)
-
-
-def rollout_of(response: str, sample_index: int = 0) -> Rollout:
-    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
-    return replace(made, response=response, sample_index=sample_index)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(assets.TINY_MOE)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +33,25 @@ def scorer_of(renderer: Renderer, *functions: str, **settings: Any) -> Scorer:
     )
 
 
+def reply_to(turn: Turn, tokenizer: Any, text: str) -> Sampled:
+    """A reply that ends in "..." has run out of tokens."""
+    return Sampled(
+        key=turn.key,
+        tokens_T=tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"],
+        logprobs_T=[],
+        routed_experts=None,
+        first_row=turn.first_row,
+        finish_reason="length" if text.endswith("...") else "stop",
+    )
+
+
 def judged(
     scorer: Scorer, tokenizer: Any, replies: dict[str, str], *, max_model_len: int = 500
 ) -> tuple[dict[Any, RewardResult], dict[str, Turn]]:
-    """Score the responses that have these replies; return results and turns by response.
-
-    A reply that ends in "..." has run out of tokens.
-    """
-    judging = Judging(scorer.judge, max_model_len)
+    """Score the responses that have these replies; return results and turns by response."""
+    judging = extras.questions(scorer.judge, max_model_len)
     for number, response in enumerate(replies):
-        scorer.submit(response, rollout_of(response, number), PROMPT)
+        scorer.submit(response, responded(response, number), PROMPT)
     turns, finished = judging.with_questions([], 3)
     assert finished == 3
     asked = {}
@@ -71,15 +60,7 @@ def judged(
         response = next(each for each in replies if f"<{each}>" in text)
         asked[response] = turn
         reply = replies[response]
-        sampled = Sampled(
-            key=turn.key,
-            tokens_T=tokenizer(reply.removesuffix("..."), add_special_tokens=False)["input_ids"],
-            logprobs_T=[],
-            routed_experts=None,
-            first_row=turn.first_row,
-            finish_reason="length" if reply.endswith("...") else "stop",
-        )
-        assert judging.takes(sampled)
+        assert judging.takes(reply_to(turn, tokenizer, reply))
     return {each.key: each for each in scorer.poll()}, asked
 
 
@@ -126,9 +107,7 @@ def test_the_question_is_greedy_in_the_policys_chat_template(
     scorer = scorer_of(renderer, prompt_file=template, max_tokens=9)
     results, turns = judged(scorer, tokenizer, {"r": ""})
     message = {"role": "user", "content": "3 + 4? #### 7 <r>"}
-    expected = tokenizer.apply_chat_template(
-        [message], add_generation_prompt=True, return_dict=False
-    )
+    expected = tokenizer.apply_chat_template([message], add_generation_prompt=True)["input_ids"]
     turn = turns["r"]
     assert list(turn.tokens_T) == expected and turn.max_tokens == 9 and turn.key < 0
     assert turn.sampling.temperature == 0.0 and turn.sampling.stop_tokens
@@ -144,7 +123,7 @@ def test_a_question_without_room_has_no_verdict(renderer: Renderer, tokenizer: A
 
 def test_a_question_that_the_template_refuses_is_a_failure(renderer: Renderer) -> None:
     scorer = scorer_of(renderer)
-    scorer.submit("r", rollout_of("half a character: \ud800"), PROMPT)
+    scorer.submit("r", responded("half a character: \ud800"), PROMPT)
     with pytest.raises(RewardError, match=r"refuses the judge's prompt.*half of a character"):
         scorer.poll()
 
@@ -152,7 +131,7 @@ def test_a_question_that_the_template_refuses_is_a_failure(renderer: Renderer) -
 def test_a_round_does_not_wait_for_its_own_engine(renderer: Renderer) -> None:
     """Results cannot come before the engine has the question: `poll` returns at once."""
     scorer = scorer_of(renderer)
-    scorer.submit("r", rollout_of("r"), PROMPT)
+    scorer.submit("r", responded("r"), PROMPT)
     began = time.monotonic()
     assert scorer.poll(60.0) == [] and scorer.outstanding == 1
     assert time.monotonic() - began < 30.0
@@ -163,32 +142,15 @@ def test_it_is_part_of_a_sum_and_of_row(renderer: Renderer, tokenizer: Any, temp
     rows = {"row_functions": ("exact", "self_judge"), "weights": (2.0, 1.0)}
     scorer = scorer_of(renderer, "row", "gsm8k", prompt_file=template, **rows)
     prompt = replace(PROMPT, metadata={"verifier": "self_judge"})
-    judging = Judging(scorer.judge, 500)
-    scorer.submit("r", rollout_of("#### 7"), prompt)
-    scorer.submit("other", rollout_of("#### 7"), replace(prompt, metadata={"verifier": "exact"}))
+    judging = extras.questions(scorer.judge, 500)
+    scorer.submit("r", responded("#### 7"), prompt)
+    scorer.submit("other", responded("#### 7"), replace(prompt, metadata={"verifier": "exact"}))
     (turn,), _ = judging.with_questions([], 0)
-    tokens = tokenizer('{"score": 0.5}', add_special_tokens=False)["input_ids"]
-    judging.takes(
-        Sampled(
-            key=turn.key,
-            tokens_T=tokens,
-            logprobs_T=[],
-            routed_experts=None,
-            first_row=turn.first_row,
-            finish_reason="stop",
-        )
-    )
+    judging.takes(reply_to(turn, tokenizer, '{"score": 0.5}'))
+    assert not judging.takes(replace(reply_to(turn, tokenizer, ""), key=0)), "of a conversation"
     results = {each.key: each for each in scorer.poll()}
     assert results["r"].parts == {"row": 0.5, "gsm8k": 1.0, "row_self_judge": 0.5}
     assert (results["r"].reward, results["other"].reward) == (2.0, 3.0)
-
-
-def test_turns_of_conversations_are_not_replies(renderer: Renderer, tokenizer: Any) -> None:
-    sampled = Sampled(
-        key=0, tokens_T=[], logprobs_T=[], routed_experts=None, first_row=0, finish_reason="stop"
-    )
-    for judge in (None, scorer_of(renderer).judge):
-        assert not Judging(judge, 500).takes(sampled)
 
 
 def test_the_engine_has_room_for_the_longest_question(template: str) -> None:

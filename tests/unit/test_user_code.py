@@ -9,20 +9,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from r3 import assets
 from r3.config import AlgoConfig, ConfigError, EnvConfig, RewardConfig
-from r3.envs import Environments, find
-from r3.models.shape import ModelShape
+from r3.envs import Environments
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.user_code.algorithm import advantage_of
 from r3.user_code.loading import forget_files, load
 from tests.environments import collect, prompt, said
-from tests.tiny import random_rollouts
+from tests.tiny import responded
 
 pytestmark = pytest.mark.unit
 
@@ -44,17 +41,6 @@ def test_a_run_gets_a_file_and_what_it_imports_as_they_are(
     forget_files()
     assert load(f"{tmp_path}/mine.py:REWARD") == 30
     assert sys.modules["r3.types"] is prompt  # what is not the user's stays
-
-
-def test_functions_of_the_algorithm_are_loaded_again_too(tmp_path: Path) -> None:
-    source = "def flat(rewards_R, groups_R):\n    return rewards_R * 0 + 1\n"
-    file = tmp_path / "advantage.py"
-    file.write_text(source)
-    algo = AlgoConfig(advantage=f"{file}:flat")
-    first = advantage_of(algo)
-    assert advantage_of(algo) is first
-    forget_files()
-    assert advantage_of(algo) is not first
 
 
 BESIDE = """
@@ -102,8 +88,7 @@ def folder_with(number: int, folder: Path) -> Path:
 
 def of_reward(file: Path, workers: int) -> float:
     scorer = make_scorer(RewardConfig(function=(f"{file}:score",), workers=workers))
-    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
-    found = scorer(rollout, prompt())
+    found = scorer(responded(), prompt())
     scorer.close()
     return found
 
@@ -121,8 +106,7 @@ def of_environment(file: Path, workers: int) -> float:
 
 
 def of_workflow(file: Path, workers: int) -> float:
-    found: Any = find(EnvConfig(path=f"{file}:Flow"))
-    return float(asyncio.run(found().run(None, None)))
+    return float(asyncio.run(load(f"{file}:Flow")().run(None, None)))
 
 
 def of_advantage(file: Path, workers: int) -> float:
@@ -217,9 +201,8 @@ def test_all_coroutines_of_a_file_share_an_event_loop(workers: int, tmp_path: Pa
     functions = tuple(f"{spec}:{name}" for name in ("score", "called", "wrapped"))
     settings = RewardConfig(function=functions, workers=workers, on_error="drop")
     training, heldout = make_scorer(settings), make_scorer(settings, functions[:1])
-    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     for scorer in (training, heldout, training):
-        result = scorer.trial(rollout, prompt())
+        result = scorer.trial(responded(), prompt())
         assert not result.failure and set(result.parts.values()) == {1.0}
     environments = Environments(EnvConfig(path=f"{spec}:Talk", workers=workers))
     for key in range(2):
@@ -228,7 +211,7 @@ def test_all_coroutines_of_a_file_share_an_event_loop(workers: int, tmp_path: Pa
     # A coroutine that ends its process is a failure, and calls after it are answered.
     leaving = make_scorer(replace(settings, function=(f"{spec}:leaves", f"{spec}:score")))
     for _ in range(2):
-        result = leaving.trial(rollout, prompt())
+        result = leaving.trial(responded(), prompt())
         assert "SystemExit: 3" in result.failure and result.parts == {"score": 1.0}
     for each in (training, heldout, environments, leaving):
         each.close()
@@ -252,10 +235,9 @@ def test_what_belongs_to_another_thread_names_the_fix(tmp_path: Path) -> None:
         "def score(response, prompt):\n    return base.execute('select 2').fetchone()[0]\n"
         "def loops(response, prompt):\n    return asyncio.get_event_loop() and 1\n"
     )
-    (rollout,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     for name in ("score", "loops"):
         scorer = make_scorer(RewardConfig(function=(f"{tmp_path}/mine.py:{name}",)))
         with pytest.raises(RewardError, match=r"--reward\.workers 2"):
-            scorer(rollout, prompt())
+            scorer(responded(), prompt())
         scorer.close()
     assert of_reward(tmp_path / "mine.py", 1) == 2
