@@ -14,7 +14,6 @@ from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.partial import source
-from r3.partial.episode import Progress, SuspendedConversation
 from r3.partial.source import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.routing.ledger import admit
 from r3.run.folder import RunDir
@@ -24,7 +23,7 @@ from r3.runtime.mesh import Axis
 from r3.sync.rollouts import send_samples
 from r3.tools.dumps import join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
-from tests.tiny import random_rollouts, tiny_config
+from tests.tiny import QUESTION, random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -33,9 +32,7 @@ ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
 def prompt(name: str) -> Prompt:
-    return Prompt(
-        id=name, messages=({"role": "user", "content": "?"},), tokens_T=(3, 4, 5), answer="1"
-    )
+    return replace(QUESTION, id=name, tokens_T=(3, 4, 5))
 
 
 PROMPTS = [prompt(f"random:{i}") for i in range(4)]
@@ -57,11 +54,11 @@ def rollout_of(
 
 def suspended(
     group: int, sample_index: int, policy_version: int = 3, *later: tuple[int, int]
-) -> SuspendedConversation:
-    return SuspendedConversation(
+) -> source.SuspendedConversation:
+    return source.SuspendedConversation(
         prompt=PROMPTS[group],
         rollout=rollout_of(group, sample_index, policy_version, *later),
-        progress=Progress(
+        progress=source.episode.Progress(
             seed_origin=(policy_version + 1, group),
             max_tokens_total=60,
             turns=2,
@@ -182,15 +179,13 @@ def test_a_run_without_budget_writes_and_reads_no_file(tmp_path: Path) -> None:
 def test_prompts_are_taken_from_any_place_of_the_same_order() -> None:
     for weights, read in (((), ()), ((3.0, 1.0), (("a", 1), ("b", 3)))):
         data = Dataset(prompts=tuple(PROMPTS), read=read, weights=weights)
-        steps = [
-            p.id for step in range(5) for p in prompts_of_step(data, seed=1, step=step, count=3)
-        ]
+        steps = [prompts_of_step(data, seed=1, step=step, count=3) for step in range(5)]
         pieces = [
-            p.id
+            prompts_from(data, seed=1, start=start, count=end - start)
             for start, end in ((0, 2), (2, 9), (9, 15))
-            for p in prompts_from(data, seed=1, start=start, count=end - start)
         ]
-        assert pieces == steps
+        taken, asked = ([p.id for part in parts for p in part] for parts in (pieces, steps))
+        assert taken == asked
 
 
 def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
@@ -201,23 +196,16 @@ def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     assert plain.policy_versions == (2,) and [plain.num_stale_tokens(v) for v in (2, 3)] == [0, 8]
     arrived = send_samples([Sample(rollout=grown)], {grown.key: [0]}, ALONE)[grown.key]
     assert arrived.sample.rollout.segments == grown.segments
-    write_rollouts(
-        RunDir(tmp_path), 1, [TrainedSample(rollout=grown, shaped_reward=0.0, advantage=0.0)]
-    )
+    trained = TrainedSample(rollout=grown, shaped_reward=0.0, advantage=0.0)
+    write_rollouts(RunDir(tmp_path), 1, [trained])
     assert read_rollouts(RunDir(tmp_path).rollouts(1))[0][0].segments == grown.segments
 
 
 def test_the_ledger_admits_a_range_of_versions_and_nothing_older() -> None:
-    def pass_to(policy_versions: range) -> None:
-        admit(
-            [rollout_of(0, 0, 2, (8, 3))],
-            ALONE,
-            moe_layers=SHAPE.moe_layers,
-            num_experts=SHAPE.num_experts,
-            policy_versions=policy_versions,
-            on_missing="error",
-            min_coverage=1.0,
-        )
+    def pass_to(versions: range) -> None:
+        sizes: dict[str, Any] = {"moe_layers": SHAPE.moe_layers, "num_experts": SHAPE.num_experts}
+        rules: dict[str, Any] = {"on_missing": "error", "min_coverage": 1.0}
+        admit([rollout_of(0, 0, 2, (8, 3))], ALONE, policy_versions=versions, **sizes, **rules)
 
     pass_to(range(2, 4))
     with pytest.raises(RouteError, match="of policy version 2, this step trains on range"):
@@ -237,9 +225,8 @@ def test_micro_batches_mark_sequences_of_older_versions() -> None:
     marked = pack(rollouts, [0, 1], multiple=32, policy_version=3, **sizes)
     assert marked.current_N.tolist() == [False] * 12 + [True] * 20
     assert pack(rollouts, [0, 1], **sizes).current_N.all()
-    assert np.array_equal(marked.loss_mask_N[:11], rollouts[0].loss_mask_T[1:]), (
-        "they are trained on all the same"
-    )
+    mask_T = rollouts[0].loss_mask_T[1:]
+    assert np.array_equal(marked.loss_mask_N[:11], mask_T), "they are trained on all the same"
 
 
 def test_conversations_in_a_checkpoint_need_the_signature_of_the_run(tmp_path: Path) -> None:

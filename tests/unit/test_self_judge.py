@@ -107,7 +107,8 @@ def test_the_question_is_greedy_in_the_policys_chat_template(
     scorer = scorer_of(renderer, prompt_file=template, max_tokens=9)
     results, turns = judged(scorer, tokenizer, {"r": ""})
     message = {"role": "user", "content": "3 + 4? #### 7 <r>"}
-    expected = tokenizer.apply_chat_template([message], add_generation_prompt=True)["input_ids"]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    expected = tokenizer.apply_chat_template([message], **options)
     turn = turns["r"]
     assert list(turn.tokens_T) == expected and turn.max_tokens == 9 and turn.key < 0
     assert turn.sampling.temperature == 0.0 and turn.sampling.stop_tokens

@@ -81,11 +81,10 @@ class Two(Axis):
     """Both ranks of a world of two in one process: what the other rank would send is given."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        other = [
-            replace(each, key=(each.key[0] + 2, *each.key[1:]), reward=each.reward - 1)
-            for each in item
-        ]
-        return [other, item]
+        def sent(each: Any) -> Any:
+            return replace(each, key=(each.key[0] + 2, *each.key[1:]), reward=each.reward - 1)
+
+        return [[sent(each) for each in item], item]
 
 
 def test_rewards_of_all_ranks_come_in_the_order_of_the_step() -> None:
@@ -166,9 +165,7 @@ def test_rewards_are_reported_as_given_and_as_trained_on() -> None:
     penalised = gathered(collected(), with_algo(overlong_buffer=8, overlong_penalty=0.5))
     # 1, -0.5, 0.75 and 0: the mean is 1.25 / 4.
     assert figures(penalised) == given | {"reward/shaped_mean": 0.3125}
-    assert figures(gathered(collected())) == given | {"reward/shaped_mean": 0.5}, (
-        "equal without a penalty"
-    )
+    assert figures(gathered(collected())) == given | {"reward/shaped_mean": 0.5}, "no penalty"
 
 
 def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
@@ -184,14 +181,8 @@ def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
 
 def source(config: Config = CONFIG) -> RolloutSource:
     """A source of rollouts that is asked for its warnings alone: without an engine."""
-    parts: Any = SimpleNamespace(
-        is_leader=True,
-        world=ALONE,
-        engine_dp=ALONE,
-        conversation_setup=None,
-        scorer=None,
-        shape=SHAPE,
-    )
+    parts: Any = SimpleNamespace(is_leader=True, world=ALONE, engine_dp=ALONE, shape=SHAPE)
+    parts.conversation_setup = parts.scorer = None
     return RolloutSource(parts, parts, config, parts)
 
 
@@ -255,16 +246,9 @@ def test_right_responses_decide_which_groups_are_sampled_again(
     flat = 1 - len(chosen) / 2
     assert figures(rewards)["reward/group_zero_std_frac"] == flat, "one rule for both"
     # A format reward beside gsm8k, the first function, which decides.
-    parts = {
-        (0, 0): {"gsm8k": 0.0, "form": 1.0},
-        (0, 1): {"gsm8k": 0.0, "form": 0.0},
-        (1, 0): {"gsm8k": 1.0, "form": 1.0},
-        (1, 1): {"gsm8k": 0.0, "form": 0.0},
-    }
-    formed = [
-        replace(each, parts=parts[each.rollout.key[:2]])
-        for each in collected(rewards=(0.1, 0.0, 1.1, 0.0))
-    ]
+    parts = [{"gsm8k": a, "form": b} for a, b in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0), (0.0, 0.0))]
+    some = collected(rewards=(0.1, 0.0, 1.1, 0.0))
+    formed = [replace(each, parts=part) for each, part in zip(some, parts, strict=True)]
     assert groups_with_signal(gathered(formed, dapo(metric))) == chosen
     named = dapo(metric)
     named = replace(named, reward=replace(named.reward, correct="form"))
@@ -313,17 +297,21 @@ def test_a_step_of_dropped_rollouts_ends_with_the_reason(rewards: tuple[float, .
 # --- episodes of several sequences --------------------------------------------------------------
 
 
-def episodes(*, own: bool) -> list[Sample]:
-    """One group of three episodes: two sequences, one and one, of 6, 20, 16 and 8 tokens."""
-    names = ((0, 0), (0, 1), (1, 0), (2, 0))
+def of_episodes(
+    names: Sequence[tuple[int, int]], lengths: tuple[int, ...], rewards: list[float], *, own: bool
+) -> list[Sample]:
+    """One group of sequences, named by episode and number in it."""
     rollouts = [
         replace(rollout, group=0, sample_index=sample, sequence=sequence, own_reward=own)
-        for rollout, (sample, sequence) in zip(random_rollouts(SHAPE, LENGTHS), names, strict=True)
+        for rollout, (sample, sequence) in zip(random_rollouts(SHAPE, lengths), names, strict=True)
     ]
-    return samples_of(rollouts, [3.0, 5.0 if own else 3.0, 0.0, 0.0])
+    return samples_of(rollouts, rewards)
 
 
-LENGTHS = (9, 30, 24, 12)
+def episodes(*, own: bool) -> list[Sample]:
+    """One group of three episodes: two sequences, one and one, of 6, 20, 16 and 8 tokens."""
+    names, rewards = ((0, 0), (0, 1), (1, 0), (2, 0)), [3.0, 5.0 if own else 3.0, 0.0, 0.0]
+    return of_episodes(names, (9, 30, 24, 12), rewards, own=own)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +339,7 @@ def test_an_unfinished_episode_counts_as_the_others_do(by_call: bool) -> None:
     config = with_algo(advantage="dr_grpo", baseline="step")
     one, two, *rest = episodes(own=by_call)
     some = [*(changed(each, own_reward=None) for each in (one, two)), *rest]
+    assert by_call or groups_with_signal(gathered(some[:2])) == [], "one episode"
     given = (-1.0, -1.0, 3.0, 1.0)
     rewards = gathered(samples_of([each.rollout for each in some], given), config)
     if by_call:
@@ -366,14 +355,8 @@ def steps(advantage: str = "dr_grpo", *, own: bool = True) -> tuple[list[Reward]
     """One group of three episodes of two, two and one sequences, with the baseline of a step."""
     config = with_algo(advantage=advantage, baseline="step")
     names = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
-    rollouts = [
-        replace(rollout, group=0, sample_index=sample, sequence=sequence, own_reward=own)
-        for rollout, (sample, sequence) in zip(
-            random_rollouts(SHAPE, (9, 12, 9, 12, 9)), names, strict=True
-        )
-    ]
     given = [6.0, 1.0, 2.0, 5.0, 1.0] if own else [6.0, 6.0, 2.0, 2.0, 1.0]
-    rewards = gathered(samples_of(rollouts, given), config)
+    rewards = gathered(of_episodes(names, (9, 12, 9, 12, 9), given, own=own), config)
     return rewards, advantages(rewards, config)
 
 
@@ -399,10 +382,8 @@ def test_episodes_with_one_reward_have_one_baseline() -> None:
 def test_a_group_whose_steps_are_equal_has_no_signal() -> None:
     rewards, _ = steps()
     values = (1.0, 2.0, 1.0, 2.0, 1.0)
-    equal = [
-        replace(each, shaped=value, deciding=value)
-        for each, value in zip(rewards, values, strict=True)
-    ]
+    pairs = zip(rewards, values, strict=True)
+    equal = [replace(each, shaped=value, deciding=value) for each, value in pairs]
     assert groups_with_signal(equal) == [] and groups_with_signal(rewards) == [0]
     assert groups_with_signal([replace(each, baseline=(0, 0)) for each in equal]) == [0]
 
@@ -411,12 +392,6 @@ def test_an_episode_has_the_penalty_of_its_longest_sequence() -> None:
     rewards = gathered(episodes(own=False), with_algo(overlong_buffer=8, overlong_penalty=0.5))
     # Sequences of 6 and 20 tokens: the whole penalty for both. 16 of 20: half of it.
     assert shaped(rewards) == [2.5, 2.5, -0.25, 0.0]
-
-
-def test_signal_is_a_difference_between_episodes() -> None:
-    some = episodes(own=False)
-    assert groups_with_signal(gathered(some[:2])) == []
-    assert groups_with_signal(gathered(some)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -436,34 +411,19 @@ def test_the_loss_of_episodes_is_the_one_worked_out_by_hand(
 ) -> None:
     config = with_algo(advantage="dr_grpo")
     some = episodes(own=own)
-    micro_batch = pack(
-        [each.rollout for each in some],
-        range(4),
-        num_experts=SHAPE.num_experts,
-        num_layers=len(SHAPE.moe_layers),
-        topk=SHAPE.topk,
-    )
+    sizes = {"num_layers": len(SHAPE.moe_layers), "topk": SHAPE.topk}
+    rollouts = [each.rollout for each in some]
+    micro_batch = pack(rollouts, range(4), num_experts=SHAPE.num_experts, **sizes)
     batch = Batch(micro_batches=(micro_batch,), num_loss_tokens=50, num_sequences=4)
     advantages_R = torch.tensor(advantages(gathered(some, config), config))
     (micro_batch,) = with_advantages(batch, advantages_R).micro_batches
     logprobs_N = torch.full((micro_batch.num_tokens,), -1.0)
+    mask_N, weights_N = micro_batch.loss_mask_N, micro_batch.sequence_weights_N
     inputs = LossInputs(
-        logprobs_N=logprobs_N,
-        old_logprobs_N=logprobs_N,
-        rollout_logprobs_N=logprobs_N,
-        advantages_N=micro_batch.advantages_N,
-        loss_mask_N=micro_batch.loss_mask_N,
-        sequences=Sequences(micro_batch.cu_seqlens),
+        *[logprobs_N] * 3, micro_batch.advantages_N, mask_N, Sequences(micro_batch.cu_seqlens)
     )
     loss_N, _ = pg(inputs, Bounds(0.2, 0.2))
-    loss = aggregate(
-        loss_N,
-        micro_batch.loss_mask_N,
-        micro_batch.sequence_weights_N,
-        kind=kind,
-        num_loss_tokens=50,
-        num_sequences=4,
-        max_response_tokens=20,
-    )
+    counts = {"num_loss_tokens": 50, "num_sequences": 4, "max_response_tokens": 20}
+    loss = aggregate(loss_N, mask_N, weights_N, kind=kind, **counts)
     # Sums of at most 75 float32 terms of about 1: rounding leaves 1e-6, a wrong weight 0.02.
     assert float(loss) == pytest.approx(expected, abs=1e-5)
