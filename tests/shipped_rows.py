@@ -17,7 +17,6 @@ from r3.cli import parse
 from r3.data import prompts, sources
 from r3.data.rows import Columns, Row, RowProblem, columns_of
 from r3.data.template import Renderer
-from r3.objectives.spans import SpanFinder
 from r3.types import Prompt
 from tests.tiny import FEW_ROWS, tiny_config
 
@@ -59,7 +58,7 @@ def keep() -> None:
         renderer: Renderer,
         columns: Columns,
         tools: Sequence[Mapping[str, Any]],
-        finder: SpanFinder | None,
+        finder: Any,
     ) -> Iterator[Prompt | RowProblem]:
         # Rows that are kept have no conversation to go on with, and no tools of their own.
         found = None if finder or tools else kept.get((label, id(given)))

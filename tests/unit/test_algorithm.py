@@ -10,7 +10,7 @@ import torch
 
 from r3 import checks
 from r3.algo.loss import Bounds, pg
-from r3.config import AlgoConfig, Config, ConfigError, fixed_changes, from_yaml, to_yaml
+from r3.config import AlgoConfig, Config, ConfigError
 from r3.rollout import read_task
 from r3.run.ends import failure_text
 from r3.tools.check import check_task
@@ -106,13 +106,6 @@ def test_an_argument_finds_its_function(args: tuple[str, ...], file: Path) -> No
     assert loss_of(both)(inputs, BOUNDS)[0].equal(-2 * inputs.advantages_N * inputs.logprobs_N)
     assert advantage_of(both)(*rewards).equal(rewards[0] + 3)
     assert found(tiny(loss=both.loss, advantage=both.advantage, args=both.args)) == {}
-
-
-def test_config_with_own_functions_survives_yaml_and_resume(file: Path) -> None:
-    config = tiny(loss=f"{file}:scaled", args=("scale=2",))
-    assert from_yaml(to_yaml(config)) == config
-    other = replace(config, algo=replace(config.algo, args=("scale=3",)))
-    assert fixed_changes(config, other) == {"algo.args": (("scale=3",), ("scale=2",))}
 
 
 def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> None:

@@ -339,7 +339,7 @@ def test_an_unfinished_episode_counts_as_the_others_do(by_call: bool) -> None:
     config = with_algo(advantage="dr_grpo", baseline="step")
     one, two, *rest = episodes(own=by_call)
     some = [*(changed(each, own_reward=None) for each in (one, two)), *rest]
-    assert by_call or groups_with_signal(gathered(some[:2])) == [], "one episode"
+    assert by_call or groups_with_signal(gathered(episodes(own=False)[:2])) == [], "one episode"
     given = (-1.0, -1.0, 3.0, 1.0)
     rewards = gathered(samples_of([each.rollout for each in some], given), config)
     if by_call:
@@ -420,7 +420,10 @@ def test_the_loss_of_episodes_is_the_one_worked_out_by_hand(
     logprobs_N = torch.full((micro_batch.num_tokens,), -1.0)
     mask_N, weights_N = micro_batch.loss_mask_N, micro_batch.sequence_weights_N
     inputs = LossInputs(
-        *[logprobs_N] * 3, micro_batch.advantages_N, mask_N, Sequences(micro_batch.cu_seqlens)
+        **dict.fromkeys(("logprobs_N", "old_logprobs_N", "rollout_logprobs_N"), logprobs_N),
+        advantages_N=micro_batch.advantages_N,
+        loss_mask_N=mask_N,
+        sequences=Sequences(micro_batch.cu_seqlens),
     )
     loss_N, _ = pg(inputs, Bounds(0.2, 0.2))
     counts = {"num_loss_tokens": 50, "num_sequences": 4, "max_response_tokens": 20}

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
+from r3 import assets, extras
 from r3.checks import problems, warnings
 from r3.config import OF_OBJECTIVE, with_values
-from r3.data.prompts import DataError, load_prompts
+from r3.data.prompts import DataError, Dataset, load_prompts
 from r3.data.rows import Columns
 from r3.models.shape import ModelShape
-from r3.objectives.rows import as_rollout
+from r3.runtime.mesh import Axis
 from r3.tools.planning.memory_plan import memory
+from r3.types import Prompt, Rollout
 from tests.rows import OPTIONS, write
 from tests.tiny import tiny_config
 
@@ -44,54 +46,61 @@ REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
+SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
+ALONE = Axis(name="world", group=None, rank=0, size=1)
+
+
 def changed(template: str) -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     tokenizer.chat_template = template
     return tokenizer
 
 
+def read(folder: Path, tokenizer: Any, options: dict[str, Any], row: dict[str, Any]) -> Prompt:
+    """The only row of a file."""
+    path = write(folder, json.dumps(row))
+    (found,) = load_prompts(path, tokenizer, **options).prompts
+    return found
+
+
+def learned(row: Prompt) -> Rollout:
+    """What a step learns of a row."""
+    task: Any = SimpleNamespace(prompts=Dataset(prompts=(row,)))
+    config = with_values(SFT, {"rollout.prompts_per_step": 1})
+    (sample,), _ = extras.rows_of_step(task, config, ALONE, 1)
+    return sample.rollout
+
+
 def test_every_assistant_message_is_a_span(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, json.dumps({"messages": CHAT}))
-    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    row = read(tmp_path, tokenizer, CHATS, {"messages": CHAT})
     texts = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
     assert texts == ["3+4=7\n#### 7<|im_end|>", "#### 2<|im_end|>"]
     assert row.spans[-1][1] == len(row.tokens_T), "nothing after the last message is kept"
     whole = tokenizer.apply_chat_template(CHAT[:5], return_dict=True)["input_ids"]
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
     assert [*row.tokens_T, *newline] == whole, "the tokens are those of the whole text"
-    rollout = as_rollout(row, 0, 0)
-    learned = np.flatnonzero(rollout.loss_mask_T).tolist()
-    assert learned == [place for first, end in row.spans for place in range(first, end)]
+    places = np.flatnonzero(learned(row).loss_mask_T).tolist()
+    assert places == [place for first, end in row.spans for place in range(first, end)]
 
 
 def test_the_end_token_is_learned_where_it_also_pads(tmp_path: Path) -> None:
     """Labels that leave out the padding token would leave out the end of every message."""
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     tokenizer.pad_token = tokenizer.eos_token
-    path = write(tmp_path, json.dumps({"messages": CHAT}))
-    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
-    rollout = as_rollout(row, 0, 0)
-    learned = rollout.tokens_T[rollout.loss_mask_T > 0].tolist()
-    assert learned.count(tokenizer.pad_token_id) == 2
+    row = read(tmp_path, tokenizer, CHATS, {"messages": CHAT})
+    rollout = learned(row)
+    assert rollout.tokens_T[rollout.loss_mask_T > 0].tolist().count(tokenizer.pad_token_id) == 2
 
 
-def test_an_answer_follows_the_prompt_of_rl(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, json.dumps({"question": "Tom has 3 books.", "answer": "no number"}))
-    (row,) = load_prompts(path, tokenizer, **ANSWERS).prompts
-    prompt = load_prompts(path, tokenizer, **OPTIONS).prompts[0].tokens_T
+@pytest.mark.parametrize("answer", ["no number", "\n\n#### 7"])
+def test_an_answer_follows_the_prompt_of_rl(answer: str, tokenizer: Any, tmp_path: Path) -> None:
+    """In one piece, the tokenizer may join the generation prompt's line end with the answer's."""
+    given = {"question": "Tom has 3 books.", "answer": answer}
+    row = read(tmp_path, tokenizer, ANSWERS, given)
+    prompt = read(tmp_path, tokenizer, OPTIONS, given).tokens_T
     ((first, end),) = row.spans
     assert row.tokens_T[:first] == prompt
-    assert tokenizer.decode(row.tokens_T[first:end]) == "no number<|im_end|>"
-
-
-def test_an_answer_that_begins_with_a_line_end_keeps_the_prompt(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    """In one piece, the tokenizer may join the generation prompt's line end with the answer's."""
-    path = write(tmp_path, json.dumps({"question": "Tom", "answer": "\n\n#### 7"}))
-    (row,) = load_prompts(path, tokenizer, **ANSWERS).prompts
-    prompt = load_prompts(path, tokenizer, **OPTIONS).prompts[0].tokens_T
-    assert row.tokens_T[: row.spans[0][0]] == prompt
+    assert tokenizer.decode(row.tokens_T[first:end]) == f"{answer}<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -125,15 +134,12 @@ def test_rows_without_anything_to_learn_are_named(
 def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Path) -> None:
     tokenizer = changed(REASONING)
     chat = [message for message in CHAT if message["role"] != "system"]
-    path = write(tmp_path, json.dumps({"messages": chat}))
-    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    row = read(tmp_path, tokenizer, CHATS, {"messages": chat})
     assert len(row.spans) == 2, "without reasoning in history nothing is dropped"
     chat[1] = {"role": "assistant", "content": "<think>hm</think>7"}
-    path = write(tmp_path, json.dumps({"messages": chat}))
     with pytest.raises(DataError, match="changes the content of message 1"):
-        load_prompts(path, tokenizer, **CHATS)
-    path = write(tmp_path, json.dumps({"messages": chat[:2]}))
-    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+        read(tmp_path, tokenizer, CHATS, {"messages": chat})
+    row = read(tmp_path, tokenizer, CHATS, {"messages": chat[:2]})
     assert "<think>hm</think>7" in tokenizer.decode(row.tokens_T)
 
 
@@ -150,9 +156,8 @@ def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Pat
 def test_templates_that_hide_spans_are_refused(
     template: str, expected: str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path, json.dumps({"question": "a", "answer": "b"}))
     with pytest.raises(DataError, match=f"tokenizer: its chat template hides .*{expected}"):
-        load_prompts(path, changed(template), **ANSWERS)
+        read(tmp_path, changed(template), ANSWERS, {"question": "a", "answer": "b"})
 
 
 def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -> None:
@@ -161,22 +166,16 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -
 
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     tokenizer.backend_tokenizer.normalizer = Prepend("x")
-    path = write(tmp_path, json.dumps({"question": "a", "answer": "b"}))
     with pytest.raises(DataError, match="other tokens than the whole"):
-        load_prompts(path, tokenizer, **ANSWERS)
-
-
-SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
+        read(tmp_path, tokenizer, ANSWERS, {"question": "a", "answer": "b"})
 
 
 def test_another_value_than_the_objective_brings_is_refused() -> None:
     others = {"algo.kl_coef": 0.1, "replay.mode": "r2", "algo.loss": "gspo", "algo.args": ("a=1",)}
     found = {each.field: str(each) for each in problems(with_values(SFT, others), 1)}
     assert found.keys() == others.keys()
-    assert (
-        "train.objective sft needs off. Fix: leave it out, or add --replay.mode off"
-        in (found["replay.mode"])
-    )
+    rule = "train.objective sft needs off. Fix: leave it out, or add --replay.mode off"
+    assert rule in found["replay.mode"]
     assert "add --algo.args ''" in found["algo.args"]
     assert problems(SFT, 1) == []
 
