@@ -331,7 +331,6 @@ def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
     assert found[0].reward == 1.0 - 0.5 * 0.6 + 0.5
     assert found[1].reward == 0.0 - 0.5 * 1.5 + 0.5
     assert found[0].parts == {"gsm8k": 1.0, "length": 0.6, "later": 2.0}
-    assert found[1].parts == {"gsm8k": 0.0, "length": 1.5, "later": 2.0}
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
@@ -343,9 +342,8 @@ def test_a_function_of_weight_0_that_fails_leaves_the_sum(
     with judging(*functions, weights=(1.0, 0.0), **settings) as scorer:
         found = reward_results(scorer, ["#### 7", "#### 8"])
     assert [found[0].reward, found[1].reward] == [1.0, 0.0]
-    assert all(
-        not each.failure and "ZeroDivisionError" in each.unreported for each in found.values()
-    )
+    for each in found.values():
+        assert not each.failure and "ZeroDivisionError" in each.unreported
     assert found[0].parts == {"gsm8k": 1.0}
     assert capsys.readouterr().err.count("reward crash failed") == 1, "the first one is shown"
     with judging(*functions, weights=(1.0, 0.1), **settings) as scorer:
@@ -476,19 +474,17 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                how = f"{self.path} {self.headers.get('Authorization')}"
                 with lock:
-                    outer.seen.append(
-                        (time.monotonic(), body, f"{self.path} {self.headers.get('Authorization')}")
-                    )
+                    outer.seen.append((time.monotonic(), body, how))
                     number = len(outer.seen)
                     outer.now += 1
                     outer.most = max(outer.most, outer.now)
                 status, content, headers = behave(number, body)
                 with lock:
                     outer.now -= 1
-                data = (
-                    content.encode() if isinstance(content, str) else json.dumps(content).encode()
-                )
+                text = content if isinstance(content, str) else json.dumps(content)
+                data = text.encode()
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -651,6 +647,7 @@ def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
         began = time.monotonic()
         found = reward_results(scorer, ["slow", "quick"])
         seconds = time.monotonic() - began
+        assert scorer.take_counts()["timeouts"] == 1
     assert "failed (timeout): not done after 1 s" in found[0].failure
     assert found[1].reward == 1.0
     assert seconds < 5
@@ -717,16 +714,8 @@ def test_an_error_quotes_what_the_server_sent(
     assert "prompt rows.jsonl:7, sample 0" in (said := str(caught.value)) and "'my answer'" in said
 
 
-def test_a_slow_server_and_an_absent_one_are_failures() -> None:
-    def behave(number: int, body: dict[str, Any]) -> Answer:
-        time.sleep(2.0 if number == 1 else 0.0)
-        return completion('{"score": 1}')
-
-    with served(behave, timeout_s=0.5, on_error="drop") as (scorer, server):
-        (found,) = reward_results(scorer, ["r"]).values()
-        assert "failed (timeout): not done after 0.5 s" in found.failure
-        assert scorer.take_counts()["timeouts"] == 1
-    with served(behave, retries=2) as (scorer, server):
+def test_an_absent_server_is_asked_again_and_named() -> None:
+    with served(lambda number, body: completion("1"), retries=2) as (scorer, server):
         server.close()
         with pytest.raises(RewardError, match="ConnectError"):
             scorer(rollout("r"), PROMPT)
@@ -821,8 +810,7 @@ def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(
 ) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
     server = Server(lambda number, body: completion('{"score": 1}'))
-    url = f"{server.url}?api-version=2026-01-01"
-    with asking(url, api_key_env="GRADER_KEY") as scorer:
+    with asking(f"{server.url}?api-version=2026-01-01", api_key_env="GRADER_KEY") as scorer:
         assert scorer(rollout("r"), PROMPT) == 1.0
     server.close()
     assert server.seen[0][2] == "/v1/chat/completions?api-version=2026-01-01 None"

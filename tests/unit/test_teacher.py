@@ -17,6 +17,7 @@ from r3.config import OF_OBJECTIVE, ConfigError, with_values
 from r3.models.shape import ModelShape
 from r3.rollout import read_task
 from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
+from tests.families import random_checkpoint
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -92,16 +93,10 @@ def test_a_teacher_that_does_not_fit_layout_or_context_is_refused(tmp_path: Path
     other = _copy(tmp_path / "other", num_hidden_layers=5)
     (found,) = problems(with_values(DISTILL, {"algo.teacher": (other,)}), 1)
     assert "its tensors differ from what config.json implies" in str(found)
-    random = _random(tmp_path / "random", num_experts=9, max_position_embeddings=512)
-    config = with_values(DISTILL, {"algo.teacher": (random,), "parallel.ep": 2})
+    random = random_checkpoint(tmp_path / "random", num_experts=9, max_position_embeddings=512)
+    config = with_values(DISTILL, {"algo.teacher": (str(random),), "parallel.ep": 2})
     (found,) = problems(config, 2)
     assert found.field == "algo.teacher" and "parallel.ep = 2" in found.rule
-
-
-def _random(folder: Path, **sizes: Any) -> str:
-    from tests.families import random_checkpoint
-
-    return str(random_checkpoint(folder, **sizes))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -117,7 +112,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_the_plan_counts_teachers(tmp_path: Path) -> None:
     shape = ModelShape.read(DISTILL.model.path)
-    larger = _random(tmp_path, hidden_size=256, num_hidden_layers=8)
+    larger = str(random_checkpoint(tmp_path, hidden_size=256, num_hidden_layers=8))
     config = with_values(DISTILL, {"algo.teacher": (larger,), "train.micro_batch_tokens": 64})
     size = 4 * ModelShape.read(larger).num_params
     assert teacher_bytes(config, larger) == size

@@ -1,11 +1,8 @@
-"""Pools: calls end in values or failures, never in a wait; a worker that hangs or dies costs its
-own call alone.
-"""
+"""Pools: calls end in values or failures, never in a wait."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +13,7 @@ import pytest
 
 from r3.user_code.loading import load
 from r3.user_code.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -43,13 +41,7 @@ def misbehave(how: str, value: int = 0) -> int:
             sys.exit(3)
         case "hang":
             time.sleep(600)
-        case "die":
-            os._exit(7)
     return 2 * value
-
-
-async def hang_async() -> None:
-    await asyncio.sleep(600)
 
 
 def once_broken(path: str) -> str:
@@ -89,9 +81,8 @@ def test_every_place_answers_every_call_plain_and_async(pool: Pool) -> None:
         pool.submit(("plain", i), double, i)
         pool.submit(("async", i), double_later, i)
     done = drain(pool)
-    assert {key: ended.value for key, ended in done.items()} == {
-        (kind, i): 2 * i for kind in ("plain", "async") for i in range(20)
-    }
+    expected = {(kind, i): 2 * i for kind in ("plain", "async") for i in range(20)}
+    assert {key: ended.value for key, ended in done.items()} == expected
     assert all(ended.failure is None for ended in done.values())
     assert pool.counts["calls"] == 40
 
@@ -103,34 +94,16 @@ def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> Non
     done = drain(pool)
     assert done["fine"].value == 8
     raised, left = done["raise"].failure, done["exit"].failure
-    assert (
-        raised is not None and raised.kind == "error" and "KeyError: 'no such thing'" in raised.text
-    )
-    assert "test_workers.py" in raised.text
+    assert raised is not None and raised.kind == "error" and "KeyError: 'no such" in raised.text
     assert left is not None and "SystemExit: 3" in left.text
     assert pool.counts["errors"] == 2
     # The first line shown is one of the user, without the frames of the pool.
     assert raised.text.splitlines()[1].startswith(f'  File "{__file__}"')
 
 
-def test_a_hanging_and_a_dying_worker_cost_their_own_call_alone(processes: Pool) -> None:
-    processes.counts.clear()
-    processes.submit("hang", misbehave, "hang")
-    processes.submit("die", misbehave, "die")
-    for i in range(12):
-        processes.submit(i, double, i)
-    done = drain(processes)
-    assert [done[i].value for i in range(12)] == [2 * i for i in range(12)]
-    hang, die = done["hang"].failure, done["die"].failure
-    assert hang is not None and hang.kind == "timeout" and "2 s" in hang.text
-    assert die is not None and die.kind == "crash" and "exit code 7" in die.text
-    assert (processes.counts["timeouts"], processes.counts["crashes"]) == (1, 1)
-
-
 def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
-    pool = Pool(
-        Processes(1), timeout_s=10.0
-    )  # a new one: workers of the others have imported this file
+    # a new one: workers of the others have imported this file
+    pool = Pool(Processes(1), timeout_s=10.0)
     try:
         pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
         loaded = drain(pool)["loaded"].value
@@ -153,20 +126,6 @@ def return_a_lock() -> object:
     import threading
 
     return threading.Lock()
-
-
-@pytest.mark.parametrize("function", [misbehave, hang_async], ids=["plain", "async"])
-def test_a_thread_that_hangs_is_left_behind(function: Callable[..., Any]) -> None:
-    pool = Pool(Threads(), timeout_s=0.3)
-    pool.submit("hang", function, *(["hang"] if function is misbehave else []))
-    began = time.monotonic()
-    done = drain(pool)
-    failure = done["hang"].failure
-    assert failure is not None and failure.kind == "timeout"
-    assert time.monotonic() - began < 10
-    pool.submit("next", double, 3)
-    assert drain(pool)["next"].value == 6
-    pool.close()
 
 
 @pytest.mark.parametrize("place", ["here", "threads", "processes"])
@@ -208,10 +167,8 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         "print(pool.place._workers[0].process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     worker = int(done.stdout)
     until = time.monotonic() + 20
     while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
