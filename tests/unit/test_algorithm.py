@@ -115,6 +115,8 @@ def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> N
     assert not [each for each in checks.warnings(config, 1) if "algo." in each]
 
 
+OWN = "{file}:scaled"
+
 # --- mistakes -----------------------------------------------------------------------------------
 
 
@@ -127,27 +129,17 @@ def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> N
         ({"loss": "absent.py:f"}, "algo.loss", "there is no file absent.py"),
         ({"loss": "{file}:absent"}, "algo.loss", "defines no 'absent'. Fix: write `def absent("),
         ({"loss": "{file}:number"}, "algo.loss", "number is not a function"),
-        (
-            {"loss": "{file}:wraps"},
-            "algo.loss",
-            "wraps cannot be called as wraps(inputs, bounds): too many positional arguments. "
-            "Fix: write `def wraps(inputs, bounds)`; --algo.args sets further parameters",
-        ),
-        (
-            {"loss": "{file}:scaled", "args": ("tau=1",)},
-            "algo.args",
-            "loss has no parameter 'tau'. Fix: loss takes scale, word",
-        ),
-        ({"loss": "{file}:scaled", "args": ("tau",)}, "algo.args", "must be key=value"),
+        ({"loss": "{file}:wraps"}, "algo.loss", "write `def wraps(inputs, bounds)`; --algo.args"),
+        ({"loss": OWN, "args": ("tau=1",)}, "algo.args", "Fix: loss takes scale, word"),
+        ({"loss": OWN, "args": ("tau",)}, "algo.args", "must be key=value"),
         ({"args": ("tau=1",)}, "algo.args", "and none is set. Fix: leave it out"),
         (
-            {"loss": "{file}:scaled", "advantage": "{file}:raw", "args": ("tau=1",)},
+            {"loss": OWN, "advantage": "{file}:raw", "args": ("tau=1",)},
             "algo.args",
-            "no function of yours has a parameter 'tau'. Fix: advantage takes offset; "
-            "loss takes scale, word",
+            "parameter 'tau'. Fix: advantage takes offset; loss takes scale, word",
         ),
         (
-            {"loss": "{file}:scaled", "args": ("advantage.offset=1",)},
+            {"loss": OWN, "args": ("advantage.offset=1",)},
             "algo.args",
             "names advantage, which is not a function of yours. Fix: loss takes scale, word",
         ),
@@ -156,11 +148,8 @@ def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> N
 def test_mistakes_are_found_before_the_run(
     algo: dict[str, object], field: str, words: str, file: Path
 ) -> None:
-    filled = {
-        key: value.format(file=file) if isinstance(value, str) else value
-        for key, value in algo.items()
-    }
-    assert words in found(tiny(**filled))[field]
+    named = {key: each.format(file=file) for key, each in algo.items() if isinstance(each, str)}
+    assert words in found(tiny(**algo | named))[field]
 
 
 def test_a_decorated_function_takes_what_its_wrapper_does(file: Path) -> None:

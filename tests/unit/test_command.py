@@ -176,24 +176,21 @@ play(Path({str(tmp_path)!r}), leaves(Path({str(pid_file)!r})) + "time.sleep(300)
 
 
 @pytest.mark.parametrize(
-    ("sections", "field", "text"),
+    ("env", "field", "text"),
     [
-        ({"env": {"command": "no-such-program x"}}, "env.command", "there is no program"),
-        ({"env": {"command": "python 'x"}}, "env.command", "is no command line"),
-        ({"env": {"command": " "}}, "env.command", "there is no program ''"),
-        ({"env": {"command": "python3 missing.py"}}, "env.command", "there is no file missing.py"),
-        ({"env": {"command": "true", "name": "calculator"}}, "env.name", "set together with"),
-        ({"env": {"command": "true", "path": "a.py:A"}}, "env.path", "set together with"),
-        ({"env": {"command": "true", "args": ("x=1",)}}, "env.args", "set together with"),
-        (
-            {"env": {"command": "true"}, "rollout": {"step_token_budget": 9}},
-            "rollout.step_token_budget",
-            "a process cannot be",
-        ),
+        ({"command": "no-such-program x"}, "env.command", "there is no program"),
+        ({"command": "python 'x"}, "env.command", "is no command line"),
+        ({"command": " "}, "env.command", "there is no program ''"),
+        ({"command": "python3 missing.py"}, "env.command", "there is no file missing.py"),
+        ({"command": "true", "name": "calculator"}, "env.name", "set together with"),
+        ({"command": "true", "path": "a.py:A"}, "env.path", "set together with"),
+        ({"command": "true", "args": ("x=1",)}, "env.args", "set together with"),
+        ({"command": "true"}, "rollout.step_token_budget", "a process cannot be"),
     ],
 )
 def test_a_command_that_cannot_be_used_is_a_problem(
-    sections: dict[str, Any], field: str, text: str
+    env: dict[str, Any], field: str, text: str
 ) -> None:
-    problems = {each.field: each.rule for each in checks.problems(tiny_config(**sections), 1)}
-    assert text in problems[field]
+    budget = {"step_token_budget": 9} if field.startswith("rollout") else {}
+    problems = checks.problems(tiny_config(env=env, rollout=budget), 1)
+    assert text in {each.field: each.rule for each in problems}[field]

@@ -481,11 +481,9 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"max_tokens": 0}, 400, None, None),
     ({"stop": [1]}, 400, None, "stop"),
     ({"max_tokens": True}, 400, None, "max_tokens"),
+    # The others that the engine would not take are in test_sampled_text.py.
     *[({"extra_body": {"train": False, name: value}}, 400, None, None) for name, value in (
-        ("temperature", -1.0), ("temperature", 2.01), ("temperature", float("nan")),
-        ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.01), ("top_k", -1),
-        ("top_k", 2**31), ("stop", [""]), ("stop", [str(i) for i in range(65)]),
-        ("stop", ["\ud83d"]),
+        ("temperature", float("nan")), ("top_k", 2**31), ("stop", ["\ud83d"]),
     )],
     ({"messages": [{"role": "user", "content": [{"image": LONG}]}]}, 400, None, "messages"),
     ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, None, None),
@@ -586,16 +584,6 @@ def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
     error = asyncio.run(call())
     assert (error.status_code, error.type) == (500, "server_error")
     assert "KeyError: 'a bug'" in error.body["message"]
-
-
-def test_a_limit_of_turns_is_an_error_of_the_api() -> None:
-    async def agent(client: Any) -> Any:
-        await chat(client)
-        with pytest.raises(openai.BadRequestError) as caught:
-            await chat(client)
-        return caught.value.code
-
-    assert play(agent, max_turns=1).value == "max_turns_exceeded"
 
 
 @pytest.mark.parametrize("way", ["chat", "complete"])

@@ -197,6 +197,11 @@ def test_filler_routes_are_distinct_and_spread() -> None:
         filler_routes(4, 1, 3, 2)
 
 
+def with_values(**fields: list[float]) -> Rollout:
+    arrays = {name: np.array(values, np.float32) for name, values in fields.items()}
+    return replace(rollout([1, 2, 3], 1), **arrays)
+
+
 def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
     sample = rollout([1, 2, 3, 4, 5], 2)
     routes = sample.routed_experts.copy()
@@ -214,14 +219,8 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
         (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
         (rollout([1, 2, 3], 1, dense=True), r"shape \(2, 0, 0\), expected .* \(2, 2\)"),
         (rollout([1, 2, 3], 3), "first token is marked as sampled"),
-        (
-            replace(rollout([1, 2, 3], 1), loss_mask_T=np.array([0, 0.5, 1], np.float32)),
-            r"0 or 1, has \[0\.0, 0\.5, 1\.0\]",
-        ),
-        (
-            replace(rollout([1, 2, 3], 1), logprobs_T=np.array([0, 0, np.nan], np.float32)),
-            r"not finite at tokens \[2\]",
-        ),
+        (with_values(loss_mask_T=[0, 0.5, 1]), r"0 or 1, has \[0\.0, 0\.5, 1\.0\]"),
+        (with_values(logprobs_T=[0, 0, np.nan]), r"not finite at tokens \[2\]"),
     ],
 )
 def test_pack_refuses(sample: Rollout, fault: str) -> None:

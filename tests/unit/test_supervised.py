@@ -38,6 +38,8 @@ CHAT = [
     {"role": "user", "content": "Thanks."},
 ]
 
+ENDS = {"role": "assistant", "content": "b<|im_end|>c"}
+
 # Reasoning is shown in the last assistant message only, as templates of reasoning models do.
 REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\n' }}
 {%- if message.role == 'assistant' and not loop.last %}
@@ -107,16 +109,12 @@ def test_an_answer_follows_the_prompt_of_rl(answer: str, tokenizer: Any, tmp_pat
     ("options", "row", "expected"),
     [
         (ANSWERS, {"question": "a", "answer": " "}, "answer: is empty, so there is nothing"),
-        (
-            ANSWERS,
-            {"question": CHAT[:3], "answer": "b"},
-            "question: ends with an assistant message, and the column answer is another one",
-        ),
+        (ANSWERS, {"question": CHAT[:3], "answer": "b"}, "question: ends with an assistant messa"),
         (CHATS, {"messages": CHAT[:2]}, "messages: has no assistant message"),
         (CHATS, {"messages": "a"}, "messages: has no assistant message"),
         (
             CHATS,
-            {"messages": [CHAT[1], {"role": "assistant", "content": "b<|im_end|>c"}]},
+            {"messages": [CHAT[1], ENDS]},
             "message 1 holds '<|im_end|>', which ends a message",
         ),
     ],
