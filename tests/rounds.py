@@ -21,6 +21,12 @@ LIMIT_S = 100.0
 MAX_MODEL_LEN = 500
 
 
+def numbered(number: int) -> Prompt:
+    """The prompt of a row with this number, which is its answer too."""
+    messages = ({"role": "user", "content": f"{number}+1?"},)
+    return Prompt(id=f"rows:{number}", messages=messages, tokens_T=(3, 4, 5), answer=str(number))
+
+
 def play_round(
     environments: Workflows | ConversationSetup,
     tokenizer: Any,

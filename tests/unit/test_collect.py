@@ -25,8 +25,7 @@ from r3.rollout import (
     rollout_metrics,
     without_end,
 )
-from r3.types import Prompt
-from tests.rounds import play_round
+from tests.rounds import numbered, play_round
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
 pytestmark = pytest.mark.unit
@@ -129,11 +128,6 @@ def refuse(response, prompt):
 """
 
 
-def prompt(number: int) -> Prompt:
-    messages = ({"role": "user", "content": "1+1?"},)
-    return Prompt(id=f"rows:{number}", messages=messages, tokens_T=(3, 4, 5), answer=str(number))
-
-
 class Script:
     """Rounds of conversations in which the model always says the same.
 
@@ -177,7 +171,7 @@ class Script:
         result, _ = play_round(
             ConversationSetup.of(settings, self.tokenizer, "tiny"),
             self.tokenizer,
-            {number: replace(prompt(number), **asked) for number in numbers},
+            {number: replace(numbered(number), **asked) for number in numbers},
             says=answer,
             samples=samples,
             scorer=self.scorer(scorer) if isinstance(scorer, str) else scorer,
@@ -421,7 +415,7 @@ def test_a_message_has_one_text_and_each_end_ends_its_turn(
         script.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
     collected = script.play("Hears", "length", says=said)
     (rollout,) = collected.rollouts
-    first = [{"role": "system", "content": "Be brief."}, *prompt(0).messages]
+    first = [{"role": "system", "content": "Be brief."}, *numbered(0).messages]
     heard = [{"role": "user", "content": said + end} for end in ("<|im_end|>", "")]
     reply = {"role": "assistant", "content": said}
     assert list(rollout.messages) == [*first, reply, heard[0], reply, heard[1], reply]
@@ -440,7 +434,7 @@ def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     (rollout,) = script.play("Hears", "length", asked={"tools": (tool,)}).rollouts
     whole = script.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, *prompt(0).messages],
+        [{"role": "system", "content": "Be brief."}, *numbered(0).messages],
         tools=[tool],
         tokenize=False,
         add_generation_prompt=True,

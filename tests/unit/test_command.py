@@ -19,10 +19,10 @@ from r3 import assets, checks
 from r3.agents import Command, Workflows
 from r3.config import EnvConfig
 from r3.rollout import EnvironmentFailed, RoundResult
-from tests.rounds import play_round
+from tests.rounds import numbered, play_round
 from tests.sources import ROOT
 from tests.talkers import WITHOUT_CLIENT, values
-from tests.tiny import QUESTION, rewards_of, tiny_config
+from tests.tiny import rewards_of, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -43,12 +43,7 @@ def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> RoundResul
     file.write_text(AGENT + rest)
     env = {"timeout_s": 60.0, **env}
     settings = EnvConfig(command=f"{sys.executable} -S {file}", **env)
-    rows = {
-        number: replace(
-            QUESTION, id=f"rows:{number}", answer=str(number), metadata={"level": number}
-        )
-        for number in range(prompts)
-    }
+    rows = {n: replace(numbered(n), metadata={"level": n}) for n in range(prompts)}
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     return play_round(Workflows(settings, Command), tokenizer, rows)[0]
 

@@ -22,17 +22,17 @@ from r3.engine import Turn
 from r3.envs import Model
 from r3.rollout import ConversationSetup, RoundResult
 from r3.types import Prompt, Rollout
-from tests.rounds import play_round
+from tests.rounds import numbered, play_round
 from tests.talkers import values
 
 openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.unit
 
-ASK = [{"role": "user", "content": "1+1?"}]
+ASK = [*numbered(1).messages]
 CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
-PROMPT = Prompt(id="rows:0", messages=tuple(ASK), tokens_T=(3, 4, 5), answer="2")
+PROMPT = numbered(1)
 
 Agent = Callable[[Any], Awaitable[Any]]
 

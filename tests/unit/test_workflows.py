@@ -17,9 +17,9 @@ from r3.engine import Turn
 from r3.envs import is_workflow
 from r3.rewards.scorer import make_scorer
 from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut, limit_notes
-from r3.types import Prompt, Rollout
+from r3.types import Rollout
 from r3.user_code.loading import load
-from tests.rounds import play_round
+from tests.rounds import numbered, play_round
 from tests.settings import found_in_files
 from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder
@@ -199,11 +199,6 @@ class Tools:
 CALL = '<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
 
 
-def prompt(number: int) -> Prompt:
-    messages = ({"role": "user", "content": f"{number}+1?"},)
-    return Prompt(id=f"rows:{number}", messages=messages, tokens_T=(3, 4, 5), answer=str(number))
-
-
 class Play:
     """Rounds of episodes in which the test says what the model answers.
 
@@ -232,7 +227,7 @@ class Play:
         collected, _ = play_round(
             ConversationSetup.of(settings, self.tokenizer, "tiny"),
             self.tokenizer,
-            {number: prompt(number) for number in range(prompts)},
+            {number: numbered(number) for number in range(prompts)},
             says=answer,
             **{name: options[name] for name in of_round},
         )
@@ -266,7 +261,7 @@ def test_a_conversation_that_grows_is_one_sequence(
     assert shape(collected) == [(0, 0, 3), (1, 0, 3)]
     rollout = collected.rollouts[0]
     text = play.tokenizer.decode(rollout.tokens_T)
-    messages = [*prompt(0).messages]
+    messages = [*numbered(0).messages]
     for turn in range(3):
         messages += [{"role": "assistant", "content": "hello"}]
         messages += [{"role": "user", "content": f"go on {turn}"}] if turn < 2 else []
