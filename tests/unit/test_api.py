@@ -47,11 +47,8 @@ def test_all_mistakes_are_raised_at_once_and_nothing_is_written() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     """Those of a sweep, such as np.logspace; their values are checked as any others."""
-    values = {
-        "train.lr": np.float64(1e-3),
-        "train.steps": np.int64(0),
-        "eval.samples": [np.int8(1)],
-    }
+    values = {"train.lr": np.float64(1e-3), "train.steps": np.int64(0)}
+    values |= {"eval.samples": [np.int8(1)]}
     with pytest.raises(ConfigError) as raised:
         train("tiny-smoke", {**values, "parallel.ep": np.int32(1)})
     text = str(raised.value)
@@ -83,9 +80,8 @@ def test_a_word_and_its_config_make_the_same_run() -> None:
     expected = {"parallel.ep": 1, "train.lr": 1e-4, "log.dir": "runs/a"}
     assert by_word.config == by_config.config == with_values(PRESETS["tiny"](), expected)
     assert by_word.differences[0] == "tiny with 2 differences"
-    assert from_python(PRESETS["tiny"](), {"parallel.ep": 1}, world_size=1).config.log.dir == (
-        "runs/python"
-    )
+    unnamed = from_python(PRESETS["tiny"](), {"parallel.ep": 1}, world_size=1)
+    assert unnamed.config.log.dir == "runs/python"
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
@@ -102,13 +98,8 @@ try:
 except AttributeError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "module 'r3' has no attribute 'trian'\n"
 

@@ -189,10 +189,8 @@ def script(tmp_path: Path) -> Script:
 
 def shares(collected: RoundResult) -> list[float | None]:
     """Shares of conversations rewarded by environment, by functions, and unfinished."""
-    parts = [
-        collected.metrics[f"reward/{name}_frac"]
-        for name in ("by_environment", "by_function", "unfinished")
-    ]
+    names = ("by_environment", "by_function", "unfinished")
+    parts = [collected.metrics[f"reward/{name}_frac"] for name in names]
     return [type(part).reduce([part]) for part in parts]
 
 
@@ -232,10 +230,8 @@ def test_who_gives_the_reward(
 
 def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
     def play(*ranks: Sequence[int]) -> tuple[dict[str, float], list[Any]]:
-        rounds = [
-            script.play("Counts", script.scorer("env", "shares"), prompts=numbers)
-            for numbers in ranks
-        ]
+        both = ("env", "shares")
+        rounds = [script.play("Counts", script.scorer(*both), prompts=each) for each in ranks]
         parts = [rollout_metrics(each.samples) for each in rounds]
         merged = merged_parts([{key: [part] for key, part in each.items()} for each in parts])
         reported = [rollout.metrics for each in rounds for rollout in each.rollouts]
@@ -433,12 +429,9 @@ def test_a_message_has_one_text_and_each_end_ends_its_turn(
 def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script) -> None:
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     (rollout,) = script.play("Hears", "length", asked={"tools": (tool,)}).rollouts
-    whole = script.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, *numbered(0).messages],
-        tools=[tool],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    messages = [{"role": "system", "content": "Be brief."}, *numbered(0).messages]
+    options = {"tools": [tool], "tokenize": False, "add_generation_prompt": True}
+    whole = script.tokenizer.apply_chat_template(messages, **options)
     assert "<tools>add</tools>" in whole
     assert script.tokenizer.decode(rollout.tokens_T).startswith(whole)
 

@@ -65,9 +65,8 @@ class Played:
     @property
     def texts(self) -> list[str]:
         """What was sampled, by sequence."""
-        return [
-            self.tokenizer.decode(each.tokens_T[each.loss_mask_T > 0]) for each in self.rollouts
-        ]
+        sampled = [each.tokens_T[each.loss_mask_T > 0] for each in self.rollouts]
+        return [self.tokenizer.decode(tokens) for tokens in sampled]
 
 
 def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
@@ -271,10 +270,8 @@ def test_a_tool_of_an_mcp_server_is_called(tmp_path: Path) -> None:
 
     async def agent(client: Any) -> Any:
         async with mcp.Client(server) as session:
-            schemas = [
-                {"name": tool.name, "parameters": tool.input_schema}
-                for tool in (await session.list_tools()).tools
-            ]
+            listed = (await session.list_tools()).tools
+            schemas = [{"name": tool.name, "parameters": tool.input_schema} for tool in listed]
             tools = [{"type": "function", "function": schema} for schema in schemas]
             message = (await chat(client, tools=tools)).choices[0].message
             (call,) = message.tool_calls
@@ -293,15 +290,13 @@ def test_a_tool_of_an_mcp_server_is_called(tmp_path: Path) -> None:
 
 def test_a_stream_has_the_whole_message_and_the_usage() -> None:
     async def agent(client: Any) -> Any:
-        stream = await chat(
-            client, stream=True, stream_options={"include_usage": True}, tools=TOOLS
-        )
-        return [chunk async for chunk in stream]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return [chunk async for chunk in await chat(client, **options, tools=TOOLS)]
 
     first, last, usage = play(agent, CALL).value
-    assert first.choices[0].delta.role == "assistant"
-    assert first.choices[0].delta.content == "I add."
-    assert first.choices[0].delta.tool_calls[0].function.name == "calc"
+    delta = first.choices[0].delta
+    assert (delta.role, delta.content) == ("assistant", "I add.")
+    assert delta.tool_calls[0].function.name == "calc"
     assert last.choices[0].finish_reason == "tool_calls" and not usage.choices
     assert usage.usage.total_tokens > usage.usage.completion_tokens > 0
 

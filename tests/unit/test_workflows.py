@@ -154,22 +154,6 @@ class Judges:
         await model.chat(task.messages, train=False)
         return 1.0
 
-class Hot:
-    async def run(self, task, model):
-        await model.chat(task.messages, temperature=0.5)
-
-class Speaks:
-    async def run(self, task, model):
-        await model.chat("hello")
-
-class Listed:
-    async def run(self, task, model):
-        await model.chat(task.messages, train="list")
-
-class Misspells:
-    async def run(self, task, model):
-        await model.chat(task.messages, max_token=5)
-
 class Completes:
     async def run(self, task, model):
         first = await model.complete(task.tokens_T)
@@ -463,21 +447,28 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workflow", "env", "message"),
+    ("call", "message"),
     [
-        ("Hot", {}, "temperature: tokens that are trained on are sampled as rollout"),
-        ("Listed", {}, "train must be True or False, and is 'list'"),
-        ("Speaks", {}, "messages must be a list of messages, and is 'hello'"),
-        ("Misspells", {}, "a call of the model has no keyword max_token"),
-        ("PerCall", {"args": ("count=2",)}, "returned 2 rewards, and the episode has 3 calls"),
-        ("Silent", {}, "ended without a reward"),
+        (
+            "task.messages, temperature=0.5",
+            "temperature: tokens that are trained on are sampled as rollout",
+        ),
+        ("task.messages, train='list'", "train must be True or False, and is 'list'"),
+        ("'hello'", "messages must be a list of messages, and is 'hello'"),
+        ("task.messages, max_token=5", "a call of the model has no keyword max_token"),
+        ("task.messages", "ended without a reward"),
     ],
 )
-def test_a_wrong_call_or_result_is_a_failure(
-    play: Play, workflow: str, env: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_call_or_result_is_a_failure(play: Play, call: str, message: str) -> None:
+    with pytest.raises(EnvironmentFailed, match="returned 2 rewards, and the episode has 3 calls"):
+        play("PerCall", args=("count=2",))
+    calls = (
+        f"class Calls:\n    async def run(self, task, model):\n        await model.chat({call})\n"
+    )
+    play.file = play.file.with_name("calls.py")
+    play.file.write_text(calls)
     with pytest.raises(EnvironmentFailed, match=message):
-        play(workflow, **env)
+        play("Calls")
 
 
 # --- settings -----------------------------------------------------------------------------------
