@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3 import checks
+from r3 import checks, extras
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError
 from r3.rollout import read_task
 from r3.run.ends import failure_text
-from r3.tools.check import check_task
 from r3.tools.contract import example_inputs, example_rewards
 from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
@@ -179,6 +178,7 @@ def test_results_of_another_form_stop_the_run(file: Path) -> None:
 def test_check_runs_the_contract(file: Path) -> None:
     config = tiny(loss=f"{file}:scaled", advantage=f"{file}:raw", args=("loss.scale=2",))
     task = read_task(config)
+    check_task = extras.check().check_task
     lines = list(check_task(task, config.algo))
     assert f"    algo.loss {file}:scaled: passes the contract of the built-in ones" in lines
     notes = [line for line in lines if line.startswith("    note: ")]
