@@ -18,9 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from r3 import assets
 from r3.agents import Workflows, serve, token_bytes
 from r3.config import ConfigError, EnvConfig
-from r3.engine import Turn
 from r3.envs import Model
-from r3.rollout import ConversationSetup, RoundResult
+from r3.rollout import ConversationSetup
 from r3.types import Prompt, Rollout
 from tests.rounds import numbered, play_round
 from tests.talkers import values
@@ -40,7 +39,7 @@ Agent = Callable[[Any], Awaitable[Any]]
 class Played:
     """One episode of an agent that has the client and nothing else."""
 
-    def __init__(self, agent: Agent, says: Callable[[Turn], str], **options: Any) -> None:
+    def __init__(self, agent: Agent, says: Callable[[str], str], **options: Any) -> None:
         class Served:
             async def run(self, task: Prompt, model: Model) -> Any:
                 async with serve(model) as access:
@@ -55,10 +54,8 @@ class Played:
         names = ("max_turns", "on_error", "tool_parser", "reasoning_parser")
         env = {name: options.pop(name) for name in names if name in options}
         workflows = Workflows(EnvConfig(**env), Served)
-        collected: RoundResult
-        collected, self.turns = play_round(
-            workflows, self.tokenizer, {0: PROMPT}, says=says, **options
-        )
+        options["says"] = lambda turn: says(self.tokenizer.decode(turn.tokens_T))
+        collected, self.turns = play_round(workflows, self.tokenizer, {0: PROMPT}, **options)
         self.rollouts: list[Rollout] = collected.rollouts
         self.metrics = values(collected.metrics)
 
@@ -70,7 +67,7 @@ class Played:
 
 
 def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
-    return Played(agent, lambda turn: says, **options)
+    return Played(agent, lambda asked: says, **options)
 
 
 def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
@@ -205,7 +202,7 @@ def test_calls_behind_reasoning_are_read(said: str, parsers: dict[str, str], tho
     assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"x": 1})
 
 
-def test_a_workflow_sees_reasoning_and_sends_it_back() -> None:
+def test_a_workflow_sees_reasoning_and_sends_it_back(tokenizer: Any) -> None:
     seen: list[Any] = []
 
     class Thinks:
@@ -215,7 +212,6 @@ def test_a_workflow_sees_reasoning_and_sends_it_back() -> None:
             await model.chat([*ASK, dict(message), {"role": "user", "content": "go"}])
             return 1.0
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     workflows = Workflows(EnvConfig(reasoning_parser="qwen3"), Thinks)
     collected, _ = play_round(workflows, tokenizer, {0: PROMPT}, says=lambda turn: THINKS)
     assert [(text, thought.strip(), calls) for text, thought, calls in seen] == [(THINKS, "hm", [])]
@@ -302,7 +298,7 @@ def test_a_stream_has_the_whole_message_and_the_usage() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_message_that_was_cut_says_so_beside_its_calls(stream: bool) -> None:
+def test_a_message_that_was_cut_says_so_beside_its_calls(stream: bool, tokenizer: Any) -> None:
     """As OpenAI does: a second call was not finished, and the client may ask again."""
 
     async def agent(client: Any) -> Any:
@@ -312,7 +308,7 @@ def test_a_message_that_was_cut_says_so_beside_its_calls(stream: bool) -> None:
         first, last = [chunk.choices[0] async for chunk in reply]
         return last.finish_reason, first.delta.tool_calls
 
-    whole = AutoTokenizer.from_pretrained(assets.TINY_MOE)(CALL)["input_ids"]
+    whole = tokenizer(CALL)["input_ids"]
     reason, calls = play(agent, CALL + CALL).value
     assert [call.function.name for call in calls] == ["calc"] and reason == "length"
 
@@ -541,7 +537,7 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
     assert play(agent).value == [*(found for *_, found in BAD), *[(401, "invalid_api_key")] * 2]
 
 
-def test_tokens_of_finished_episodes_are_refused() -> None:
+def test_tokens_of_finished_episodes_are_refused(tokenizer: Any) -> None:
     found: list[Any] = []
 
     class Twice:
@@ -556,7 +552,6 @@ def test_tokens_of_finished_episodes_are_refused() -> None:
             found.append((error.status_code, error.type, error.code, error.param))
             return 1.0
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     play_round(Workflows(EnvConfig(), Twice), tokenizer, {0: PROMPT})
     assert found == [(401, "invalid_request_error", "invalid_api_key", None)]
 
@@ -597,13 +592,12 @@ def test_a_request_sent_again_after_a_hang_up_continues_its_sequence(way: str) -
         await asyncio.sleep(1.0)
         await ask()
 
-    def says(turn: Turn) -> str:
-        if "late" in tokenizer.decode(turn.tokens_T) and not waited:
+    def says(asked: str) -> str:
+        if "late" in asked and not waited:
             waited.append(time.sleep(0.7))
         return "hello"
 
     waited: list[None] = []
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     played = Played(agent, says)
     assert played.texts == ["hello<|im_end|>" * 2] and len(played.turns) == 3
     assert played.rollouts[0].metrics == {"env/refused_hung_up": 1.0}
@@ -660,10 +654,9 @@ def test_a_request_without_an_answer_is_no_turn() -> None:
             await chat(client)
         return caught.value.code
 
-    def says(turn: Turn) -> str:
-        time.sleep(0.7 if "late" in tokenizer.decode(turn.tokens_T) else 0)
+    def says(asked: str) -> str:
+        time.sleep(0.7 if "late" in asked else 0)
         return "hello"
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     played = Played(agent, says, max_turns=1)
     assert played.value == "max_turns_exceeded" and played.texts == ["hello<|im_end|>"]

@@ -81,12 +81,8 @@ def test_a_users_file_is_refused_by_name(
         ({"path": "nowhere.py:Mine"}, "env.path", "there is no file nowhere.py"),
         ({"path": "mine"}, "env.path", "file.py:Class"),
         ({"path": "mine.py:Mine", "name": "calculator"}, "env.name", "one environment"),
-        ({"max_turns": 0}, "env.max_turns", "at least 1"),
-        ({"max_turn_tokens": -1}, "env.max_turn_tokens", "at least 0"),
         ({"max_turn_tokens": 25}, "env.max_turn_tokens", "exceeds rollout.max_response_tokens"),
         ({"timeout_s": 0.0}, "env.timeout_s", "between 0 and 1000000 (0 excluded)"),
-        ({"workers": -1}, "env.workers", "at least 0"),
-        ({"retries": -1}, "env.retries", "at least 0"),
         ({"stop": ("a", "")}, "env.stop", "empty string"),
     ],
 )

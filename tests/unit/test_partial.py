@@ -135,10 +135,7 @@ def test_renumbering_changes_only_group_numbers() -> None:
 def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> None:
     again = restored(saved(tmp_path), 0, 1)
     assert same(again, partial_rollouts())
-    first, expected = again.suspended[0], partial_rollouts().suspended[0]
-    assert first.prompt == PROMPTS[1] and first.environment == expected.environment
-    assert first.progress == expected.progress, "tuples come back as tuples"
-    assert first.rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
+    assert again.suspended[0].rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
 
 
 def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
