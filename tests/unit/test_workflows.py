@@ -385,7 +385,7 @@ def test_64_episodes_with_one_that_crashes_and_two_that_hang(play: Play) -> None
     assert [counts[f"env/{name}"] for name in names] == [64, 1, 2, 3]
 
 
-def test_a_failed_episode_keeps_its_sequences_with_reward_0_or_names_the_line(play: Play) -> None:
+def test_a_failed_episode_keeps_sequences_with_reward_0_or_names_the_line(play: Play) -> None:
     collected = play("Mixed", prompts=8, timeout_s=1.0, on_error="zero")
     assert rewards_of(collected)[-1] == 0.0 and collected.rollouts[-1].finish_reason == "error"
     assert values(collected.metrics)["env/zeroed"] == 1
