@@ -6,11 +6,11 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -478,14 +478,19 @@ class Server:
                 status, content, headers = behave(number, body)
                 with lock:
                     outer.now -= 1
-                text = content if isinstance(content, str) else json.dumps(content)
-                data = text.encode()
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
+                if isinstance(content, Iterator):  # of unknown length
+                    self.send_header("Connection", "close")
+                else:
+                    text = content if isinstance(content, str) else json.dumps(content)
+                    content = [text.encode()]
+                    self.send_header("Content-Length", str(len(content[0])))
                 self.end_headers()
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # the client has left
+                    for part in content:
+                        self.wfile.write(part)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Says nothing."""
@@ -579,34 +584,6 @@ def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
 
 
 @contextmanager
-def raw_server(misbehave: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> Iterator[str]:
-    """A server whose answer to a response with the word "slow" is written by `misbehave`."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await reader.readuntil(b"\r\n\r\n")
-        length = int(request.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        body = await reader.readexactly(length)
-        good = json.dumps(completion('{"score": 1}')[1]).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-        try:
-            if b"slow" in body:
-                await misbehave(writer)
-            writer.write(good)
-            writer.close()
-        except ConnectionError:
-            return  # the client has left
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    start = asyncio.start_server(answer, "127.0.0.1", 0)
-    server = asyncio.run_coroutine_threadsafe(start, loop).result()
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-
-
-@contextmanager
 def asking(url: str, **settings: Any) -> Iterator[Scorer]:
     with judging("http", url=url, model="grader", **settings) as scorer:
         yield scorer
@@ -632,29 +609,23 @@ def test_retry_after_is_capped(header: str, pause_s: float) -> None:
 
 
 def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
-    async def slow(writer: asyncio.StreamWriter) -> None:
-        for _ in range(100):
-            writer.write(b" ")
-            await writer.drain()
-            await asyncio.sleep(0.1)
+    def behave(number: int, body: dict[str, Any]) -> Answer:
+        if "slow" not in body["messages"][0]["content"]:
+            return completion('{"score": 1}')
+        return 200, (time.sleep(0.1) or b" " for _ in range(100)), {}
 
-    with raw_server(slow) as url, asking(url, timeout_s=1.0, on_error="zero") as scorer:
+    with served(behave, timeout_s=1.0, on_error="zero") as (scorer, _):
         began = time.monotonic()
         found = reward_results(scorer, ["slow", "quick"])
         seconds = time.monotonic() - began
         assert scorer.take_counts()["timeouts"] == 1
     assert "failed (timeout): not done after 1 s" in found[0].failure
-    assert found[1].reward == 1.0
-    assert seconds < 5
+    assert found[1].reward == 1.0 and seconds < 5
 
 
 def test_a_body_without_end_is_cut() -> None:
-    async def endless(writer: asyncio.StreamWriter) -> None:
-        while True:
-            writer.write(b"x" * 65536)
-            await writer.drain()
-
-    with raw_server(endless) as url, asking(url, timeout_s=60.0, on_error="zero") as scorer:
+    endless = (200, repeat(b"x" * 65536), {})
+    with served(lambda number, body: endless, timeout_s=60.0, on_error="zero") as (scorer, _):
         found = reward_results(scorer, ["slow"])
     assert "sent more than 4194304 bytes" in found[0].failure
 
@@ -664,8 +635,8 @@ def echoing(folder: Path, **settings: Any) -> Iterator[Scorer]:
     """A judge whose replies are the responses."""
     (folder / "echo.txt").write_text("{response}")
     settings |= {"prompt_file": f"{folder}/echo.txt", "on_error": "zero"}
-    repeat = lambda number, body: completion(body["messages"][0]["content"])  # noqa: E731
-    with served(repeat, **settings) as (scorer, _):
+    echo = lambda number, body: completion(body["messages"][0]["content"])  # noqa: E731
+    with served(echo, **settings) as (scorer, _):
         yield scorer
 
 
