@@ -50,8 +50,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
     old_V = logprobs_V.detach()
     inputs = LossInputs(
         logprobs_N=logprobs_V,
-        old_logprobs_N=old_V,
-        rollout_logprobs_N=old_V,
+        **dict.fromkeys(("old_logprobs_N", "rollout_logprobs_N"), old_V),
         advantages_N=teacher_advantage(old_V, teacher_V, coef=1.0),
         loss_mask_N=torch.ones(5),
         sequences=Sequences((0, 5)),
@@ -125,22 +124,18 @@ def test_the_plan_counts_teachers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "args", "refused"),
     [
-        ("mine.py:f", ("loss.tau=1", "advantage.x=2"), ["advantage.x=2"]),
-        ("mine.py:f", ("x=2", "tau=1"), ["x=2"]),
+        ("{}:f", ("loss.tau=1", "advantage.x=2"), ["advantage.x=2"]),
+        ("{}:f", ("x=2", "tau=1"), ["x=2"]),
         ("ppo_clip", ("x=2",), ["x=2"]),
     ],
 )
 def test_arguments_of_an_advantage_are_refused(
-    loss: str,
-    args: tuple[str, ...],
-    refused: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    loss: str, args: tuple[str, ...], refused: list[str], tmp_path: Path
 ) -> None:
     """The advantage is the teacher's; the loss may be the user's."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def f(inputs, bounds, tau=0): ...\n")
-    config = with_values(DISTILL, {"algo.loss": loss, "algo.args": args})
+    file = tmp_path / "mine.py"
+    file.write_text("def f(inputs, bounds, tau=0): ...\n")
+    config = with_values(DISTILL, {"algo.loss": loss.format(file), "algo.args": args})
     found = problems(config, 2)
     load_files(config, found)
     assert [each.value for each in found if each.field == "algo.args"] == refused

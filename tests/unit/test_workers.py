@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from r3.user_code.loading import load
@@ -115,17 +119,11 @@ def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
 
 def test_what_cannot_be_pickled_is_an_error_of_its_call(processes: Pool) -> None:
     processes.submit("fine", double, 1)
-    processes.submit("value", return_a_lock)
+    processes.submit("value", threading.Lock)
     done = drain(processes)
     failure = done["value"].failure
     assert failure is not None and failure.kind == "error" and "pickle" in failure.text
     assert done["fine"].value == 2
-
-
-def return_a_lock() -> object:
-    import threading
-
-    return threading.Lock()
 
 
 @pytest.mark.parametrize("place", ["here", "threads", "processes"])
@@ -151,10 +149,6 @@ def test_workers_that_cannot_load_the_users_file_say_why(tmp_path: Path) -> None
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
-    import subprocess
-
-    import psutil
-
     script = (
         "import os, time\n"
         "from r3.user_code.workers import Pool, Processes\n"
@@ -177,8 +171,6 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def test_a_file_is_loaded_once_and_its_objects_can_be_pickled(tmp_path: Path) -> None:
-    import pickle
-
     file = tmp_path / "my.module.py"
     file.write_text("class Thing:\n    def __init__(self): self.n = 3\n")
     thing = load(f"{file}:Thing")
