@@ -20,11 +20,11 @@ from r3.agents import Workflows, checked_result
 from r3.config import AlgoConfig, EnvConfig, RewardConfig
 from r3.envs import Environments, checked_step
 from r3.models.shape import ModelShape
+from r3.rewards import number, own_copy
 from r3.rewards.scorer import make_scorer
 from r3.tools.contract import example_inputs, example_rewards
 from r3.types import Prompt
 from r3.user_code.algorithm import advantage_of, bounds_of, loss_of
-from r3.user_code.calls import flag, number, own_copy
 from r3.user_code.loading import load
 from tests.environments import collect, said
 from tests.rounds import play_round
@@ -267,7 +267,7 @@ def test_what_is_no_number_is_refused_by_name(value: Any, words: str) -> None:
 
 
 def test_done_is_a_boolean_of_any_library() -> None:
-    assert flag(np.bool_(True)) is True and flag(torch.tensor(False)) is False
+    assert checked_step(([], 1.0, torch.tensor(True))).done is True
     more = [{"role": "user", "content": "more"}]
     assert not checked_step((more, None, np.bool_(False))).done
     with pytest.raises(TypeError, match="True or False as done, returned 'false'"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import os
@@ -27,14 +26,13 @@ from r3.data.prompts import DataError
 from r3.data.rows import Columns
 from r3.data.sources import read_rows
 from r3.data.template import Renderer
-from r3.judges.chat import ChatJudge
 from r3.models.shape import ModelShape, ShapeError
+from r3.rewards.scorer import RewardError, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt
-from r3.user_code.calls import CallError
 from r3.user_code.loading import UserFileError, load, time_limit
 from tests.settings import found, found_in_files
-from tests.tiny import tiny_config
+from tests.tiny import responded, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -121,7 +119,7 @@ def http(**fields: str) -> RewardConfig:
 def test_key_no_header_may_hold_is_never_printed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_KEY", key)
     with pytest.raises(ConfigError, match=r"character \d+ of its \d+") as error:
-        ChatJudge(http(url="http://host/v1", api_key_env="GRADER_KEY"))
+        make_scorer(http(url="http://host/v1", api_key_env="GRADER_KEY"))
     assert "cret" not in str(error.value)
 
 
@@ -146,9 +144,10 @@ def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch
     with HTTPServer(("127.0.0.1", 0), Repeats) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        judge = ChatJudge(http(url=url, api_key_env="GRADER_KEY"))
-        with pytest.raises(CallError) as error:
-            asyncio.run(judge.score("1", prompt))
+        judge = make_scorer(http(url=url, api_key_env="GRADER_KEY"))
+        with pytest.raises(RewardError) as error:
+            judge(responded("1"), prompt)
+        judge.close()
     assert "answered 401: wrong key: Bearer [hidden]" in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -163,14 +162,14 @@ def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch
 )
 def test_secret_in_an_address_is_refused_and_never_printed(url: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.url") as error:
-        ChatJudge(http(url=url))
+        make_scorer(http(url=url))
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["http://host:99999/v1", "http://[::1/v1"])
 def test_address_that_cannot_be_called_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is no address"):
-        ChatJudge(http(url=url))
+        make_scorer(http(url=url))
 
 
 def small_task(model: Path, **sections: dict[str, Any]) -> Config:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from r3 import extras
 from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts
@@ -484,8 +485,8 @@ def test_rows_that_differ_for_a_reward_are_no_duplicates(tokenizer: Any, tmp_pat
 
 def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
-    from r3.judges.verifier import gym
-
+    settings: dict[str, Any] = {"model": None, "renderer": None}
+    gym = extras.judge("gym", "gym", RewardConfig(), **settings).function
     source = "gym:chain_sum,size=20,seed=3,min_terms=2,max_terms=3"
     dataset = load_prompts(source, tokenizer, columns=Columns(prompt="ask"), max_prompt_tokens=400)
     again = load_prompts(source, tokenizer, columns=Columns(), max_prompt_tokens=400)
