@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from r3.agents import Workflows
+from r3.agents import Workflows, message_parser
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
@@ -49,11 +49,13 @@ def play_round(
     """
     setup = environments
     if isinstance(setup, Workflows):
+        given = setup.settings
+        has_parser = given.tool_parser or given.reasoning_parser
         setup = ConversationSetup(
             environments=setup,
             tokenizer=tokenizer,
             renderer=Renderer(tokenizer, {}),
-            parser=MessageReader(built_in),
+            parser=message_parser(given, tokenizer, {}) if has_parser else MessageReader(built_in),
         )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(
