@@ -11,10 +11,14 @@ from typing import Any
 from r3 import extras
 from r3.config import RewardConfig
 from r3.data.template import Renderer
+from r3.judges.chat import parsed
+from r3.judges.model import Batches, RewardModel
+from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
+from r3.user_code.calls import CallError
 from r3.user_code.workers import Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
@@ -121,30 +125,25 @@ def asked_alone(
     talker: Talker, settings: RewardConfig, responses: dict[str, str]
 ) -> dict[str, float]:
     """Put each response to the policy by itself; return the scores that it gives."""
-    renderer = Renderer(talker.task.tokenizer, {})
-    judge = extras.judge("self", "self_judge", settings, model=None, renderer=renderer)
+    judge = SelfJudge(settings, Renderer(talker.task.tokenizer, {}))
     scores = {}
     for name, response in responses.items():
         prompt = talker.task.prompts.prompts[int(name.partition("/")[0])]
-<<<<<<< HEAD
         question = replace(prompt, tokens_T=judge.tokens(response, prompt))
         (reply,) = sync_proof.sample_single_turn(
-=======
-        judge.pool.submit(name, judge.function, response, prompt)
-        (question,) = judge.pool.place.take_questions()
-        (reply,) = sample_single_turn(
->>>>>>> 9c1c816 (Tests: judges are reached by the table of extras alone)
             talker.engine,
-            [replace(prompt, tokens_T=question.tokens_T)],
+            [question],
             seeds=[0],
             policy_version=0,
             max_tokens=settings.max_tokens,
             temperature=0.0,
         )
-        is_whole = reply.finish_reason != "length"
-        judge.pool.place.answer(question.number, reply.response, complete=is_whole)
-        (done,) = judge.pool.poll()
-        scores[name] = done.value.value
+        try:
+            scores[name] = parsed(reply.response, settings.pattern)
+        except CallError:
+            scores[name] = settings.no_verdict
+        if reply.finish_reason == "length":
+            scores[name] = settings.no_verdict
     return scores
 
 
@@ -169,7 +168,7 @@ def kinds(device: Device, *, file: str, reward_model: str, prompt_file: str) -> 
         model_batch=4,
         model_wait_s=0.01,
     )
-    model = extras.reward_model(settings)
+    model = RewardModel(settings)
     model.wake(device)
     run("model", settings, model=model)
     prompts = engine.task.prompts.prompts
@@ -210,7 +209,7 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
             model_wait_s=0.05 if batch > 1 else 0.0,
         )
 
-    batched, single = extras.reward_model(at_once(16)), extras.reward_model(at_once(1))
+    batched, single = RewardModel(at_once(16)), RewardModel(at_once(1))
 
     async def sleep(response: str, prompt: Prompt) -> float:
         await asyncio.sleep(SLEEP_S)
@@ -250,6 +249,7 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
             }
             if name.startswith("model"):
                 place = scorer.components[0].pool.place
+                assert isinstance(place, Batches)
                 alone = [
                     single.score(each.response, prompts[each.group]) for each in collected.rollouts
                 ]
