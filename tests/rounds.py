@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from r3.agents import Workflows
+from r3.agents import Workflows, message_parser
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
@@ -39,12 +39,15 @@ def play_round(
         says: what the model answers to a turn.
         engine_s: seconds that the engine takes for all turns that come at once.
     """
-    renderer = Renderer(tokenizer, {})
+    renderer, settings = Renderer(tokenizer, {}), workflows.settings
+    reader = MessageReader(built_in)
+    if settings.tool_parser or settings.reasoning_parser:
+        reader = message_parser(settings, tokenizer, {})
     setup = ConversationSetup(
         environments=workflows,
         tokenizer=tokenizer,
         renderer=renderer,
-        parser=MessageReader(built_in),
+        parser=reader,
     )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(
