@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -140,9 +139,7 @@ def test_settings_that_an_earlier_version_hid_are_to_be_given_again(
     assert again.config.reward.args == ("api_name=b",)
 
 
-@pytest.mark.parametrize("text", ["a" * 5000, "--" * 2500, "--a" * 1700])
-def test_a_long_text_is_looked_at_in_less_than_a_second(text: str) -> None:
-    """Patterns that try every beginning took 20 s; these take 0.1 s on a busy machine."""
-    began = time.process_time()
-    assert not looks_like_key(text)
-    assert time.process_time() - began < 1
+@pytest.mark.timeout(20)  # patterns that try every beginning take minutes
+def test_a_long_text_is_no_reason_to_wait() -> None:
+    for text in ("a" * 20000, "--" * 10000, "--a" * 7000):
+        assert not looks_like_key(text)
