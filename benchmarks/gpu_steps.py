@@ -87,7 +87,8 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
     doctor: Words = (*shared, "-m", "r3.doctor")
     pair: Words = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     unsaved: Words = ("--checkpoint.every", "-1", "--checkpoint.export", "false")
-    few = ("--rollout.prompts_per_step", "4", "--rollout.group_size", "4") if small else ()
+    few: Words = ("--rollout.prompts_per_step", "4") if small else ()
+    group: Words = ("--rollout.group_size", "4") if small else ()
     listed = ("--collect-only",) if small else ()  # CPU tests run the same cases
     no_eval: Words = ("--eval.path", "")
 
@@ -96,6 +97,8 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
 
     def train(name: str, number: int, *flags: str, shares: bool = True) -> Words:
         words = (*tiny, "--log.dir", str(out / name), "--train.steps", str(number), *few)
+        if "sft" not in flags:  # which has no groups
+            words = (*words, *group)
         return (*(shared if shares else ()), "train.py", *words, *flags)
 
     def checked(name: str, *flags: str, to: Sequence[int] = (4,)) -> tuple[Words, ...]:
@@ -163,7 +166,7 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             commands=(
                 (
                     *(*pair, *shared, "train.py", "tiny", "--log.dir", str(out / "pair")),
-                    *("--train.steps", "2" if small else "8", *few, *no_eval, *unsaved),
+                    *("--train.steps", "2" if small else "8", *few, *group, *no_eval, *unsaved),
                 ),
                 experiment("run", str(out / "pair")),
             ),

@@ -218,7 +218,7 @@ HIDDEN = "[hidden]"
 """What earlier versions wrote into the files of a run in place of a key."""
 
 _NAME = (
-    r"[\w.-]*(?:(?:api|access|secret|private|openai|account|subscription)[_-]?key|pass(?:word|wd)s?"
+    r"(?:(?:api|access|secret|private|openai|account|subscription)[_-]?key|pass(?:word|wd)s?"
     r"|passphrase|_pass|pwd|secret|credentials?|(?:access|api|auth|hf|private)[_-]?token"
     r"|(?<![\w-])token|(?<=--)token)"
 )
@@ -226,7 +226,7 @@ _NAME = (
 _VALUE = r"['\"]?(?![$<{\[/~.*]|\d+\b)[^\s'\"]{4}"
 _PATTERNS = (  # NAME=VALUE, "NAME": "VALUE", NAME: VALUE; --NAME VALUE; headers
     re.compile(rf"(?i){_NAME}(?:['\"]?=|['\"]\s?:\s?|:\s?(?=\S*\d)){_VALUE}"),
-    re.compile(rf"(?i)--{_NAME}\s+{_VALUE}"),
+    re.compile(rf"(?i)--[\w.-]{{0,40}}{_NAME}\s+{_VALUE}"),
     re.compile(rf"(?i)\b(?:authorization['\"]?\s?[=:]\s?|bearer\s+(?=\S*\d)){_VALUE}"),
     re.compile(r"://[^\s/?#@'\"]*:[^\s/?#@'\"$<{]+@"),  # https://user:password@host
     # The forms of OpenAI, Anthropic, Hugging Face, GitHub, Slack, AWS and Google.

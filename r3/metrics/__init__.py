@@ -1,21 +1,15 @@
 """Metrics: their meaning, their reduction over ranks, and where they are shown."""
 
-from r3.metrics.glossary import GLOSSARY, UnknownMetricError, explain, headlines, is_wall_clock
-from r3.metrics.meter import Meter, TrackerError, Writer, merged_parts
-from r3.metrics.reduce import (
-    LOG10_EDGES,
-    DeadExperts,
-    EffectiveSampleSize,
-    LoadEntropy,
-    LoadMax,
-    LogHistogram,
-    Max,
-    Mean,
-    Partial,
-    PerLayer,
-    Quantile,
-    Sum,
-    UsersMean,
-    mismatch,
-    shadow,
-)
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Names of its modules, imported when asked for: help and refusals do without numpy."""
+    import r3.metrics.glossary as glossary
+    import r3.metrics.meter as meter
+    import r3.metrics.reduce as reduce
+
+    for module in (glossary, meter, reduce):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

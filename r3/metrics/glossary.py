@@ -12,9 +12,6 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any, Literal
 
-from r3.metrics.reduce import UsersMean
-from r3.user_code.calls import number
-
 LAYER_AGREEMENT = "routing/agreement_layer/"
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
@@ -106,6 +103,8 @@ def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, flo
         ValueError: they are not a mapping of at most `MOST` names to finite numbers, or a name is
             one of R3's own.
     """
+    from r3.user_code.calls import number  # it brings numpy, which help does without
+
     if not isinstance(value, Mapping):
         raise ValueError(f"metrics must be a dict of numbers by name, returned {value!r}")
     if len(value) > MOST:
@@ -130,17 +129,3 @@ def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, flo
 def is_users(key: str) -> bool:
     """Whether a user's function reports this metric of training."""
     return key.startswith(("env/", "reward/")) and key.count("/") == 1 and key not in GLOSSARY
-
-
-def means(reported: Iterable[Mapping[str, float]]) -> dict[str, UsersMean]:
-    """Return the partial of every metric, over the conversations that report it.
-
-    Without `REFUSED`: a conversation has them where they are not 0, and the round counts them.
-    """
-    values: dict[str, list[float]] = {}
-    for metrics in reported:
-        for key, value in metrics.items():
-            values.setdefault(key, []).append(value)
-    for key in REFUSED.values():
-        values.pop(key, None)
-    return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}

@@ -10,12 +10,14 @@ all parts are here, because a mean of means depends on the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+from r3.metrics.glossary import REFUSED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -285,3 +287,17 @@ def shadow(
     """The metrics of `SHADOW`, as `mismatch` computes them."""
     panel = mismatch(policy_logprobs_N, rollout_logprobs_N, loss_mask_N)
     return {key: panel[key] for key in SHADOW}
+
+
+def means(reported: Iterable[Mapping[str, float]]) -> dict[str, UsersMean]:
+    """Return the partial of every metric, over the conversations that report it.
+
+    Without `REFUSED`: a conversation has them where they are not 0, and the round counts them.
+    """
+    values: dict[str, list[float]] = {}
+    for metrics in reported:
+        for key, value in metrics.items():
+            values.setdefault(key, []).append(value)
+    for key in REFUSED.values():
+        values.pop(key, None)
+    return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}

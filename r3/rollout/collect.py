@@ -10,8 +10,7 @@ from typing import Any
 
 from r3 import extras
 from r3.engine import Engine, Sampling
-from r3.metrics.glossary import means
-from r3.metrics.reduce import Mean, Sum
+from r3.metrics.reduce import Mean, Sum, means
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationRules, ConversationSetup
 from r3.rollout.round import Round, RoundResult

@@ -61,7 +61,7 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
             ),
             "KV cache": Part(
                 planned=generate["KV cache"],
-                measured=sum(storage.nbytes() for storage in engine._sleeper._kv_storages()),
+                measured=sum(storage.nbytes() for storage in engine._sleeper._cache._storages()),
             ),
         }
     }

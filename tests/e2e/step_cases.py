@@ -120,7 +120,7 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     policy = world.policy
     random_state = torch.get_rng_state()
     world.sync(0)
-    for storage in world.engine._sleeper._kv_storages():
+    for storage in world.engine._sleeper._cache._storages():
         bytes_of(storage).fill_(0)  # only what is written takes memory
     generate_gib = device.used_gib()
     gradient_bytes = sum(

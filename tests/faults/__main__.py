@@ -2,7 +2,8 @@
 
     python -m tests.faults                        every row of the table, then the page
     python -m tests.faults --rows bit hang        some rows, replaced in the page
-    python -m tests.faults --soak 30 --seed 1     runs of several kinds, one random fault each
+    python -m tests.faults --soak 30 --seed 1     runs with one random fault each
+    python -m tests.faults --kills 40 --seed 1    runs of several kinds, killed at random moments
 
 Each start takes about half a minute on two idle cores. `--minutes` bounds the whole call: what does
 not fit is not run, and the page says so.
@@ -24,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.faults.attempts import Unexpected, finish
+from tests.faults.kills import kills
 from tests.faults.soak import soak
 from tests.faults.table import TABLE, Fault, Outcome, Place, Skip
 from tests.world import ROOT
@@ -39,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
     parser.add_argument("--list", action="store_true", help="print the rows, run nothing")
     parser.add_argument("--soak", type=int, default=0, metavar="N")
+    parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=1, help="number of the soak's first run")
     parser.add_argument("--minutes", type=float, default=120.0)
@@ -48,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     until = time.monotonic() + 60 * given.minutes
     root = Path(tempfile.mkdtemp(prefix="r3-faults-"))
-    if given.soak:
+    if given.kills:
+        code = _kills(given.kills, given.seed, root, until)
+    elif given.soak:
         code = _soak(given.soak, given.seed, given.first, root, until)
     else:
         chosen = [fault for fault in TABLE if fault.name in given.rows]
@@ -58,6 +63,15 @@ def main(argv: Sequence[str]) -> int:
     else:
         shutil.rmtree(root)
     return code
+
+
+def _kills(count: int, seed: int, root: Path, until: float) -> int:
+    try:
+        kills(count, seed, root, until=until, say=lambda line: print(line, flush=True))
+    except Unexpected as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _soak(count: int, seed: int, first: int, root: Path, until: float) -> int:

@@ -1,4 +1,4 @@
-"""Runs of several kinds with one random fault each at a random time, started again until finished.
+"""Runs with one random fault each at a random time, started again until they are finished.
 
 Every run must come to the weights and rows of an undisturbed run. The same seed gives the same
 faults after the same number of steps; how far a step has come then depends on the machine.
@@ -6,8 +6,6 @@ faults after the same number of steps; how far a step has come then depends on t
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
 import signal
@@ -35,15 +33,6 @@ from tests.faults.attempts import (
 _MOST_STARTS = 5
 # A hang is ended after so many seconds; phases of an undisturbed run are far shorter.
 _FLAGS = ("--debug.stall_s", "15", "--debug.kill_after_s", "30", *REWARD)
-KINDS = {
-    "plain": _FLAGS,
-    "LoRA": (*_FLAGS, "--lora.rank", "4"),
-    "streamed": (*_FLAGS, "--train.optimizer", "streamed"),
-    "partial": (*_FLAGS, "--rollout.step_token_budget", "6", "--rollout.max_staleness", "2")
-    + ("--algo.correction", "token_tis"),
-}
-# In a phase of the rank that begins so; "" is some seconds after a step or the start.
-PHASES = ("", "", "checkpoint of ", "sync", "train")
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,32 @@ class Ended:
         )
 
 
+def _kill_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).kill()
+
+
+def _kill_launcher(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.kill()
+
+
+def _signal_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).send_signal(signal.SIGUSR1)
+
+
+def _signal_launcher(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.send_signal(signal.SIGTERM)
+
+
+def _stop_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).suspend()
+
+
 def _hang_reward(attempt: Attempt, chance: random.Random) -> None:
     Path(f"{attempt.folder}.regex.{chance.randrange(2)}").touch()
+
+
+def _hang_up(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.send_signal(signal.SIGHUP)
 
 
 def _interrupt_twice(attempt: Attempt, chance: random.Random) -> None:
@@ -97,18 +110,14 @@ def _flip_bit(attempt: Attempt, chance: random.Random) -> None:
         file.write_bytes(content)
 
 
-def _rank(attempt: Attempt, chance: random.Random) -> psutil.Process:
-    return attempt.rank(chance.randrange(2))
-
-
 FAULTS: dict[str, Callable[[Attempt, random.Random], None]] = {
-    "SIGKILL of a rank": lambda attempt, chance: _rank(attempt, chance).kill(),
-    "SIGKILL of the launcher": lambda attempt, _: attempt.process.kill(),
-    "SIGUSR1 to a rank": lambda attempt, chance: _rank(attempt, chance).send_signal(signal.SIGUSR1),
-    "SIGTERM to the launcher": lambda attempt, _: attempt.process.send_signal(signal.SIGTERM),
-    "SIGSTOP of a rank": lambda attempt, chance: _rank(attempt, chance).suspend(),
+    "SIGKILL of a rank": _kill_rank,
+    "SIGKILL of the launcher": _kill_launcher,
+    "SIGUSR1 to a rank": _signal_rank,
+    "SIGTERM to the launcher": _signal_launcher,
+    "SIGSTOP of a rank": _stop_rank,
     "a regular expression without end in the reward function of a rank": _hang_reward,
-    "SIGHUP to the launcher": lambda attempt, _: attempt.process.send_signal(signal.SIGHUP),
+    "SIGHUP to the launcher": _hang_up,
     "Ctrl-C twice": _interrupt_twice,
     "SIGSTOP of all, SIGCONT": _pause,
     "one bit of the newest checkpoint": _flip_bit,
@@ -128,12 +137,16 @@ def soak(
     Raises:
         Unexpected: a run hangs, cannot be resumed, or comes to other weights or rows.
     """
-    straight: dict[str, float] = {}  # seconds of the undisturbed run by kind
+    began = time.monotonic()
+    straight = root / "straight"
+    finish(straight, *_FLAGS)
+    duration_s = time.monotonic() - began
+    say(f"the undisturbed run took {duration_s:.0f} s")
     ended: list[Ended] = []
     for number in range(first, first + count):
         if time.monotonic() > until:
             break
-        ended.append(_disturbed(number, seed, root, straight))
+        ended.append(_disturbed(number, seed, root, straight, duration_s))
         say(str(ended[-1]))
     struck = [each for each in ended if each.struck]
     kinds = Counter(each.fault for each in struck)
@@ -145,28 +158,19 @@ def soak(
     return len(ended)
 
 
-def _disturbed(number: int, seed: int, root: Path, straight: dict[str, float]) -> Ended:
+def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: float) -> Ended:
     chance = random.Random(f"{seed}/{number}")
-    fault, kind, phase = (chance.choice(list(each)) for each in (FAULTS, KINDS, PHASES))
-    flags = KINDS[kind]
-    if kind not in straight:
-        began = time.monotonic()
-        finish(root / kind, *flags)
-        straight[kind] = time.monotonic() - began
+    fault = chance.choice(list(FAULTS))
     # A step and its save take some seconds, the start most of the time: one fault in four is there.
     steps = chance.randrange(STEPS)
-    later_s = chance.uniform(0.0, 3.0) if steps else chance.uniform(0.1, 0.9) * straight[kind]
+    later_s = chance.uniform(0.0, 3.0) if steps else chance.uniform(0.1, 0.9) * duration_s
     restarts = chance.choice((0, 3))  # of the launcher; without, the run is started by hand
     folder = root / f"run_{number:03d}"
     began = time.monotonic()
-    attempt = launch(folder, *flags, restarts=restarts)
-    moment = f"({kind}) {later_s:.1f} s after {f'step {steps}' if steps else 'the start'}"
+    attempt = launch(folder, *_FLAGS, restarts=restarts)
+    moment = f"{later_s:.1f} s after {f'step {steps}' if steps else 'the start'}"
     struck = False
     attempt.wait_for_rows(steps)
-    if phase:
-        later_s, moment = chance.uniform(0.0, 0.5), f"({kind}) in {phase!r} after step {steps}"
-        with suppress(Unexpected):  # it ends before that
-            attempt.wait_for(phase, lambda: _phase_of(attempt, 0).startswith(phase))
     try:
         attempt.process.wait(later_s)
     except subprocess.TimeoutExpired:
@@ -179,9 +183,9 @@ def _disturbed(number: int, seed: int, root: Path, straight: dict[str, float]) -
         starts += 1
         if starts > _MOST_STARTS:
             raise Unexpected(f"run {number}, {fault}: {_MOST_STARTS} starts:\n{attempt.text}")
-        attempt = launch(folder, *flags, restarts=restarts)
+        attempt = launch(folder, *_FLAGS, restarts=restarts)
     try:
-        require_equal(folder, root / kind)
+        require_equal(folder, straight)
     except Unexpected as error:
         raise Unexpected(f"run {number}, {fault} {moment}, {starts} starts: {error}") from None
     attempt.require_gone()
@@ -190,12 +194,3 @@ def _disturbed(number: int, seed: int, root: Path, straight: dict[str, float]) -
         struck = False
     shutil.rmtree(folder)
     return Ended(number, fault, moment, struck, starts, time.monotonic() - began)
-
-
-def _phase_of(attempt: Attempt, number: int) -> str:
-    """The phase of a rank, from the memory in which it beats for its watcher; "" before that."""
-    with suppress(OSError, ValueError, psutil.NoSuchProcess, Unexpected):
-        for file in Path(f"/proc/{attempt.rank(number).pid}/fd").iterdir():
-            if "memfd:r3-beats" in os.readlink(file):
-                return str(json.loads(file.read_bytes().partition(b"\n")[0])["phase"])
-    return ""

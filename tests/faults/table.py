@@ -87,6 +87,11 @@ def _steps(count: int) -> str:
     return {0: "nothing", 1: "1 step"}.get(count, f"{count} steps")
 
 
+def _lost(attempt: Attempt, reached: int) -> str:
+    """What the ranks had to make again after the launcher had restarted them."""
+    return _steps(reached - int(_line(attempt.text, "resuming from").rpartition(" ")[2]))
+
+
 def _resumed(place: Place, reached: int) -> str:
     """Start the run again by hand; returns what had to be made again."""
     saved = newest_checkpoint(place.folder)
@@ -116,33 +121,15 @@ def _rank_killed(place: Place) -> Outcome:
     return Outcome(seen, _resumed(place, reached), _BY_HAND)
 
 
-def _restarted(
-    place: Place,
-    strike: Callable[[Attempt], object],
-    *flags: str,
-    restarts: int = 3,
-    straight: Path | None = None,
-) -> tuple[Attempt, str]:
-    """A run that its launcher starts again after a fault; returns it, and what was lost."""
-    with _running(place, *flags, restarts=restarts) as attempt:
+def _rank_killed_with_restarts(place: Place) -> Outcome:
+    with _running(place, restarts=3) as attempt:
         reached = rows_written(place.folder)
-        strike(attempt)
+        attempt.rank(0).kill()
         if attempt.end():
             raise Unexpected(attempt.text[-3000:])
-    require_equal(place.folder, straight or place.straight)
-    attempt.require_gone()
-    lost = reached - int(_line(attempt.text, "resuming from").rpartition(" ")[2])
-    return attempt, _steps(lost)
-
-
-def _kill_rank(attempt: Attempt) -> None:
-    attempt.rank(0).kill()
-
-
-def _rank_killed_with_restarts(place: Place) -> Outcome:
-    attempt, lost = _restarted(place, _kill_rank)
+    require_equal(place.folder, place.straight)
     seen = _line(attempt.text, "resuming from")
-    return Outcome(f"resuming from {Path(seen).name}", lost, _BY_ITSELF)
+    return Outcome(f"resuming from {Path(seen).name}", _lost(attempt, reached), _BY_ITSELF)
 
 
 def _launcher_killed(place: Place) -> Outcome:
@@ -175,11 +162,14 @@ def _stopped(place: Place, send: Callable[[Attempt], None]) -> Outcome:
 
 
 def _rank_hangs(place: Place) -> Outcome:
-    attempt, lost = _restarted(
-        place, lambda attempt: attempt.rank(1).suspend(), *_LIMITS, restarts=2
-    )
+    with _running(place, *_LIMITS, restarts=2) as attempt:
+        reached = rows_written(place.folder)
+        attempt.rank(1).suspend()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, place.straight)
     seen = _line(attempt.text, "no rank made progress", "rank 1", "is stopped")
-    return Outcome(seen, lost, _BY_ITSELF)
+    return Outcome(seen, _lost(attempt, reached), _BY_ITSELF)
 
 
 _LIMITS = ("--debug.stall_s", "5", "--debug.kill_after_s", "10")
@@ -194,19 +184,30 @@ def _calm(place: Place) -> Path:
 
 
 def _reward_hangs(place: Place) -> Outcome:
-    def strike(_: Attempt) -> None:
+    calm = _calm(place)
+    with _running(place, *_LIMITS, *REWARD, restarts=2) as attempt:
+        reached = rows_written(place.folder)
         Path(f"{place.folder}.regex.1").touch()
-
-    attempt, lost = _restarted(place, strike, *_LIMITS, *REWARD, restarts=2, straight=_calm(place))
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, calm)
+    attempt.require_gone()
     report = _line(attempt.text, "rank 1 made no progress", "it runs your code, regex")
     _line(attempt.text, "rank 1 ends", "it runs your code, regex")
-    return Outcome(report.replace(f"{ROOT}/", ""), lost, _BY_ITSELF)
+    return Outcome(report.replace(f"{ROOT}/", ""), _lost(attempt, reached), _BY_ITSELF)
 
 
 def _pool_left(place: Place) -> Outcome:
-    attempt, lost = _restarted(place, _kill_rank, *REWARD, straight=_calm(place))
+    calm = _calm(place)
+    with _running(place, *REWARD, restarts=3) as attempt:
+        reached = rows_written(place.folder)
+        attempt.rank(0).kill()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, calm)
+    attempt.require_gone()
     seen = f"resuming from {Path(_line(attempt.text, 'resuming from')).name}"
-    return Outcome(f"{seen}; the pool ends with its rank", lost, _BY_ITSELF)
+    return Outcome(f"{seen}; the pool ends with its rank", _lost(attempt, reached), _BY_ITSELF)
 
 
 def _users_changes(place: Place) -> Outcome:

@@ -66,7 +66,9 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Dose
     policy, shape = world.policy, world.task.shape
 
     def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
-        return world.batch_of(replace(collected, rollouts=list(changed)), 1024).micro_batches
+        pairs = zip(collected.samples, changed, strict=True)
+        samples = [replace(sample, rollout=rollout) for sample, rollout in pairs]
+        return world.batch_of(replace(collected, samples=samples), 1024).micro_batches
 
     def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> Dose:
         with read_back(policy) as maps:

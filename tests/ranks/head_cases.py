@@ -227,9 +227,7 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> Bonus:
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape)
     # Without advantages only the bonus is left.
-    zeros = [0.0] * len(LENGTHS)
-    micro_batches = tuple(with_advantages(each, zeros) for each in batch.micro_batches)
-    batch = replace(batch, micro_batches=micro_batches)
+    batch = with_advantages(batch, torch.zeros(len(LENGTHS)))
     metrics = policy.forward_backward(batch)
     gradients = {name: gradient for name, (_, _, gradient) in full_gradients(policy).items()}
     # A replicated weight has the same gradient on all ranks and counts once.

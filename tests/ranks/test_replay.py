@@ -252,8 +252,8 @@ def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: Modes)
 def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: Modes) -> None:
     for name, kind in (("off", "live"), ("r3", "replay")):
         first, second = modes.reports[name].sizes
-        # The reference pass comes last, of all batches
-        *_, old, reference = modes.reports[name].scored
+        # Of all batches; the shadow pass comes after both
+        old, reference, *_ = modes.reports[name].scored
         assert old == [kind, second] and reference == ["live", first + second] and first > 0
     assert ["record", sum(modes.reports["r2"].sizes)] in modes.reports["r2"].scored
 
@@ -262,7 +262,7 @@ def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> 
     for name in ("r3", "r3, one update"):
         row = modes.reports[name].row
         # Step 2 samples the second micro-batch of the first update, whose own pass is the other arm
-        assert modes.reports[name].scored[0] == ["live", 1]
+        assert modes.reports[name].scored[-1] == ["live", 1]
         assert ["replay", 1] not in modes.reports[name].scored
         # Bit for bit for the whole micro-batch. The update packs a part of it with other sequences,
         # where sums of float32 differ in their last bits.

@@ -136,3 +136,9 @@ def test_settings_that_an_earlier_version_hid_are_to_be_given_again(
     assert words in said
     again = cli.parse(["--from", "run", "--reward.args", "api_name=b"])
     assert again.config.reward.args == ("api_name=b",)
+
+
+@pytest.mark.timeout(20)  # patterns that try every beginning take minutes
+def test_a_long_text_is_no_reason_to_wait() -> None:
+    for text in ("a" * 20000, "--" * 10000, "--a" * 7000):
+        assert not looks_like_key(text)
