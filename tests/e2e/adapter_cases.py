@@ -8,14 +8,12 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from r3 import extras
 from r3.config import LoraConfig
 from r3.lora.peft import adapter_config, write_adapter
+from r3.lora.plan import adapted_tensors
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device
 from tests.families import random_pairs
-
-plan = extras.adapter_plan()
 
 Sampled = tuple[list[int], list[float]]
 
@@ -26,7 +24,7 @@ def adapted(device: Device, *, model: str, out: str) -> tuple[Sampled, Sampled, 
     from vllm.lora.request import LoRARequest
 
     shape, lora = ModelShape.read(model), LoraConfig(rank=8)
-    ranks = plan.adapted_tensors(shape, lora)
+    ranks = adapted_tensors(shape, lora)
     pairs = random_pairs(shape, ranks)
     adapter, merged = Path(out) / "adapter", Path(out) / "merged"
     write_adapter(adapter, pairs, adapter_config(shape, lora, ranks, model), lora)

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3 import extras
 from r3.engine import Engine, sampling_seed
 from r3.runtime.device import Device
+from r3.tools.proof import sample_single_turn
 from r3.types import Prompt, Rollout, RouteError
 from tests.engines import World, engine_from_disk, one_round, routers_of, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
-
-sync_proof = extras.proof()
 
 SMALL_CACHE_GIB = 0.0008  # 13 blocks of 32 tokens, where 64 conversations want to run
 
@@ -96,7 +94,7 @@ def captured(device: Device) -> Captured:
         requests: Sequence[tuple[Prompt, int]], engine: Engine = engine, **options: Any
     ) -> list[Rollout]:
         prompts, seeds = zip(*requests, strict=True)
-        return sync_proof.sample_single_turn(
+        return sample_single_turn(
             engine, prompts, seeds=seeds, policy_version=0, max_tokens=24, **options
         )
 

@@ -12,23 +12,25 @@ from typing import Any
 
 import torch
 
-from r3 import extras
 from r3.config import LoraConfig
 from r3.engine import direct_weights
 from r3.engine.weight_push import Pushed, push
+from r3.lora.plan import adapted_tensors
 from r3.runtime.device import Device
 from r3.sync.residency import State
 from r3.sync.weights import SyncError, sync_weights
+from r3.tools.proof import prove_sync, prove_weights
 from r3.types import Rollout
-from tests.engines import World, engine_from_disk, held_tensors, signature
+from tests.engines import (
+    World,
+    engine_from_disk,
+    held_tensors,
+    signature,
+)
 from tests.errors import message_of
 from tests.families import transformers_model
 from tests.processor import PROCESSORS
 from tests.tiny import tiny_config
-
-plan = extras.adapter_plan()
-
-sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +85,14 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     with redirect_stdout(printed):
         world.sync(0)
     prompts = world.task.prompts.prompts[:4]
-    proofs = [sync_proof.prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
+    proofs = [prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
     before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
     with redirect_stdout(printed):
         world.sync(1)
-    compared = sync_proof.prove_weights(world.stream, world.engine, world.mesh)
-    proofs.append(
-        sync_proof.prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)
-    )
+    compared = prove_weights(world.stream, world.engine, world.mesh)
+    proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
     rollouts = world.collect(1).rollouts
     pushed = signature(rollouts)
     folder = Path(out) / "export"
@@ -146,7 +146,7 @@ class Some:
 def some_tensors(world: World) -> Some:
     """Change matrices of attention, sync and prove; then change a norm as well."""
     engine, stream, policy = world.engine, world.stream, world.policy
-    adapted = plan.adapted_tensors(policy.shape, LoraConfig(rank=1, targets=("attention",)))
+    adapted = adapted_tensors(policy.shape, LoraConfig(rank=1, targets=("attention",)))
     stream.changing = set(adapted)
 
     def sync(suffix: str) -> None:
@@ -158,13 +158,13 @@ def some_tensors(world: World) -> Some:
     sizes = {name: 4 * math.prod(size) for name, size in policy.shape.tensor_shapes.items()}
     sent = sum(tensor.nbytes for _, tensor in stream.read_blocks(engine.needed(stream.changing)))
     sync("nothing")
-    sync_proof.prove_weights(stream, engine, world.mesh)
+    prove_weights(stream, engine, world.mesh)
     sync("final_layernorm.weight")
     return Some(
         sent=sent,
         changed=sum(sizes[name] for name in adapted),
         all=sum(sizes.values()),
-        stale=message_of(lambda: sync_proof.prove_weights(stream, engine, world.mesh), SyncError),
+        stale=message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError),
     )
 
 
@@ -209,7 +209,7 @@ def planted_faults(world: World) -> dict[str, str]:
     def provoke(name: str, plant: Callable[[Any], None]) -> None:
         world.engine.llm.collective_rpc(lambda worker: plant(worker.model_runner.get_model()))
         messages[name] = message_of(
-            lambda: sync_proof.prove_weights(world.stream, world.engine, world.mesh), SyncError
+            lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError
         )
         world.engine.load_weights(world.stream, policy_version=1)
 
@@ -231,7 +231,7 @@ def planted_faults(world: World) -> dict[str, str]:
     # The kernels read the head from its own packed copy: the embedding alone is not enough.
     if world.policy.shape.tied:
         provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
-    sync_proof.prove_weights(world.stream, world.engine, world.mesh)
+    prove_weights(world.stream, world.engine, world.mesh)
     return messages
 
 
@@ -278,9 +278,9 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    compared = sync_proof.prove_weights(world.stream, engine, world.mesh)
+    compared = prove_weights(world.stream, engine, world.mesh)
     prompts = world.task.prompts.prompts[:4]
-    proof = sync_proof.prove_sync(engine, world.policy, prompts, world.config, world.mesh)
+    proof = prove_sync(engine, world.policy, prompts, world.config, world.mesh)
     pushed = signature(world.collect(1).rollouts)
     folder = Path(out) / "export"
     world.export(folder)
@@ -289,16 +289,14 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     loaded = signature(world.collect(1, engine=fresh).rollouts)
     same = held_tensors(engine) == held_tensors(fresh)
     push(engine.llm, world.stream.read_blocks(), shape, copy=False)
-    sync_proof.prove_weights(world.stream, engine, world.mesh)
+    prove_weights(world.stream, engine, world.mesh)
     engine.reset_cache()
     again = signature(world.collect(1).rollouts)
     (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     modules = dict(net.named_modules())
 
     def proved() -> str:
-        return message_of(
-            lambda: sync_proof.prove_weights(world.stream, engine, world.mesh), SyncError
-        )
+        return message_of(lambda: prove_weights(world.stream, engine, world.mesh), SyncError)
 
     def reload() -> None:
         engine.load_weights(world.stream, policy_version=1)

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from r3 import extras
+from r3.backends.cpu.engine import normalise_in_one_call, rotate_to_nearest
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.layers import RMSNorm as PolicyNorm
+from r3.engine.route_slots import SlotRoutes
+from r3.layers.norms import _Norm
 from r3.models.tensors import Experts
 from r3.runtime.device import Device
 from r3.sync.residency import ResidencyError, State
 from r3.sync.weights import SyncError
+from r3.tools.proof import prove_sync, sample_single_turn
 from r3.types import Rollout
 from tests.engines import World, held_tensors, signature
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
-
-sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ def norms(engine: Engine) -> Norms:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     def policys(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        own: Any = SimpleNamespace(weight=norm.weight, eps=norm.variance_epsilon)
-        return PolicyNorm.forward(own, x)
+        return _Norm.apply(x, norm.weight, norm.variance_epsilon)
 
     def far(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())
@@ -123,7 +122,7 @@ def norms(engine: Engine) -> Norms:
             "no weight": RMSNorm(64, has_weight=False),
         }
         half = RMSNorm(64, dtype=torch.bfloat16)
-    extras.engine_on_cpu().normalise_in_one_call([*others.values(), half])
+    normalise_in_one_call([*others.values(), half])
     random = torch.Generator().manual_seed(0)
     farthest, with_residual = [], []
     with torch.no_grad():
@@ -186,7 +185,7 @@ def rotations(engine: Engine) -> tuple[float, float]:
         return float(min(equal))
 
     by_vllm = share()
-    extras.engine_on_cpu().rotate_to_nearest([rotary])
+    rotate_to_nearest([rotary])
     return share(), by_vllm
 
 
@@ -202,7 +201,7 @@ def engine_guards(device: Device) -> Guards:
         )
 
     def sample(policy_version: int = 1) -> list[Rollout]:
-        return sync_proof.sample_single_turn(
+        return sample_single_turn(
             engine,
             world.task.prompts.prompts[:1],
             seeds=[1],
@@ -257,13 +256,11 @@ def engine_guards(device: Device) -> Guards:
     provoke("other version", lambda: sample(policy_version=2))
     world.residency.state = State.GENERATE
     provoke("generate to sync", lambda: world.residency.move(State.SYNC))
-    sync_proof.prove_sync(
-        engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
-    )
+    prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
     world.perturb()
     provoke(
         "stale",
-        lambda: sync_proof.prove_sync(
+        lambda: prove_sync(
             engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
         ),
     )
@@ -294,7 +291,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     table = routes._table
 
     def other_layers() -> None:
-        type(routes)(engine.llm, table.layers[1:])
+        SlotRoutes(engine.llm, table.layers[1:])
 
     def other_blocks() -> None:
         table.read([1], 0, table.block_size + 1)
@@ -305,9 +302,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     }
     runner = table._runner
     del runner.r3_routes
-    messages["no table"] = message_of(
-        lambda: type(routes)(engine.llm, table.layers), AssertionError
-    )
+    messages["no table"] = message_of(lambda: SlotRoutes(engine.llm, table.layers), AssertionError)
     runner.r3_routes = table
     batch, table._batch = table._batch, None
     messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from r3.models.tensors import Experts
 from r3.partial.source import from_checkpoint
 from r3.rewards.scorer import Scorer
 from r3.rollout import BudgetError, Collected, ConversationSetup, rollout_source
+from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.types import Rollout
 from tests.errors import message_of
 from tests.talkers import CHATTY, Talker, Yardstick, values
@@ -161,6 +163,24 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The last step as the trainer takes it.
+
+    Attributes:
+        old, marked: rollouts that an older version began, and those without a current token.
+        expected, captured: rows of routes.
+        too_old: message where only the newest version is allowed.
+    """
+
+    old: list[int]
+    marked: list[int]
+    count: int
+    expected: float
+    captured: float
+    too_old: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Budgets:
     """Steps by kind; the rest only with one rank.
 
@@ -177,6 +197,7 @@ class Budgets:
     off: list[list[Copy]] = field(default_factory=list)
     plenty: list[list[Copy]] = field(default_factory=list)
     nothing: str = ""
+    trained: Trained | None = None
 
 
 def copied(rounds: Sequence[Collected]) -> list[list[Copy]]:
@@ -329,4 +350,48 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
     )
     tiny = replace(dropping, rollout=replace(dropping.rollout, step_token_budget=2))
     nothing = message_of(lambda: stepper.steps(tiny), BudgetError)
-    return Budgets(kinds=results, groups=groups, drop=drop, off=off, plenty=plenty, nothing=nothing)
+    return Budgets(
+        kinds=results,
+        groups=groups,
+        drop=drop,
+        off=off,
+        plenty=plenty,
+        nothing=nothing,
+        trained=trained(stepper, config),
+    )
+
+
+def trained(stepper: Stepper, config: Config) -> Trained:
+    """Distribute the last of all steps, whose rollouts are of several policy versions."""
+    rounds = stepper.steps(config)
+    samples = rounds[-1][0]
+    current = STEPS - 1
+    (batch,), _ = distribute(
+        samples,
+        stepper.mesh,
+        stepper.task.shape,
+        PackingSpec(micro_batch_tokens=512, policy_versions=range(current - 2, current + 1)),
+    )
+    keys = sorted(each.rollout.key for each in samples)
+    rollouts = [each.rollout for each in samples]
+    old = {keys.index(each.key) for each in rollouts if each.policy_version < current}
+    marked = {
+        index
+        for micro_batch in batch.micro_batches
+        for index, (start, end) in zip(
+            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
+        )
+        if index >= 0 and not bool(micro_batch.current_N[start:end].any())
+    }
+    rows = captured_rows(rollouts)
+    newest = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
+    return Trained(
+        old=sorted(old),
+        marked=sorted(marked),
+        count=len(samples),
+        expected=rows["routing/rows_expected"].value,
+        captured=rows["routing/rows_captured"].value,
+        too_old=message_of(
+            lambda: distribute(samples, stepper.mesh, stepper.task.shape, newest), RuntimeError
+        ),
+    )

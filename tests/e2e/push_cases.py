@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 
-from r3 import extras
 from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync.residency import State
 from r3.sync.weights import SyncError
 from r3.tools.planning.sync import Traffic
+from r3.tools.proof import prove_weights
 from tests.engines import World, engine_from_disk, one_round, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
-
-sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ def push_equals_fresh_engine(
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    compared = sync_proof.prove_weights(world.stream, world.engine, world.mesh)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
     pushed = signature(world.collect(1).rollouts)
     again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
     folder = Path(out) / "export"
@@ -89,9 +87,7 @@ def push_equals_fresh_engine(
     traffic = Traffic.of(world.stream.plan)
     if device.rank == device.world_size - 1:
         world.engine.llm.collective_rpc(_spoil)
-    stale = message_of(
-        lambda: sync_proof.prove_weights(world.stream, world.engine, world.mesh), SyncError
-    )
+    stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
     plan_stale = _plan_stale(world)
     return PushedAndFresh(
         moved=before != pushed,
@@ -112,13 +108,13 @@ def _plan_stale(world: World) -> str:
     engine, stream = world.engine, world.stream
     engine.llm.collective_rpc(_replace)
     engine.load_weights(stream, policy_version=1)
-    sync_proof.prove_weights(stream, engine, world.mesh)
+    prove_weights(stream, engine, world.mesh)
     plan = engine._plan
     assert plan is not None
     engine.llm.collective_rpc(_replace)
     with torch.no_grad():
         plan.load(stream.read_blocks())
-    return message_of(lambda: sync_proof.prove_weights(stream, engine, world.mesh), SyncError)
+    return message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
 
 
 def _replace(worker: Any) -> None:
@@ -142,7 +138,7 @@ def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    compared = sync_proof.prove_weights(world.stream, world.engine, world.mesh)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
     after = signature(world.collect(1).rollouts)
     cached = signature(world.collect(1).rollouts)
     slept = []

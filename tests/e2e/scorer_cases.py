@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from r3 import extras
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.judges.chat import parsed
@@ -17,13 +16,12 @@ from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
+from r3.tools.proof import sample_single_turn
 from r3.types import Prompt, Rollout
 from r3.user_code.calls import CallError
 from r3.user_code.workers import Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
-
-sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,7 @@ def asked_alone(
     for name, response in responses.items():
         prompt = talker.task.prompts.prompts[int(name.partition("/")[0])]
         question = replace(prompt, tokens_T=judge.tokens(response, prompt))
-        (reply,) = sync_proof.sample_single_turn(
+        (reply,) = sample_single_turn(
             talker.engine,
             [question],
             seeds=[0],
@@ -147,10 +145,23 @@ def asked_alone(
     return scores
 
 
-def kinds(device: Device, *, file: str, reward_model: str, prompt_file: str) -> dict[str, Judged]:
-    """Sample the same round with scorers of every kind."""
+def kinds(
+    device: Device, *, file: str, reward_model: str, prompt_file: str, url: str = ""
+) -> dict[str, Judged]:
+    """Sample the same round with scorers of every kind; with `url` by the judge behind it only."""
     engine = talker(device)
     found: dict[str, Judged] = {}
+    judge = RewardConfig(
+        function=("http",),
+        url=url,
+        model="grader",
+        prompt_file=prompt_file,
+        pattern=r"####\s*(-?\d+)",
+        max_tokens=40,
+        max_connections=8,
+        retries=0,
+        on_error="drop",
+    )
 
     def run(
         name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
@@ -159,6 +170,9 @@ def kinds(device: Device, *, file: str, reward_model: str, prompt_file: str) -> 
         scorer = make_scorer(settings, model=model, renderer=renderer)
         found[name] = told(*round_of(engine, scorer, keep_failed=keep_failed))
 
+    if url:
+        run("http", judge)
+        return found
     run("quick", RewardConfig(function=("exact",)))
     run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
     settings = RewardConfig(
@@ -177,13 +191,7 @@ def kinds(device: Device, *, file: str, reward_model: str, prompt_file: str) -> 
         for name, response in found["model"].responses.items()
     }
     found["model"] = replace(found["model"], single=single)
-    own = RewardConfig(
-        function=("self_judge",),
-        prompt_file=prompt_file,
-        pattern=r"####\s*(-?\d+)",
-        max_tokens=40,
-        no_verdict=-1.0,
-    )
+    own = replace(judge, function=("self_judge",), no_verdict=-1.0)
     run("self", own)
     found["self"] = replace(found["self"], single=asked_alone(engine, own, found["self"].responses))
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)

@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from r3 import extras
 from r3.metrics import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from r3.sync.residency import State
+from r3.tools.proof import prove_sync
 from tests.engines import World
 from tests.memory import bytes_of
 from tests.policies import one_update
 from tests.tiny import tiny_config
-
-sync_proof = extras.proof()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoute
     )
     world = World(device, config)
     world.sync(0)
-    proof = sync_proof.prove_sync(
+    proof = prove_sync(
         world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh
     )
     collected = world.collect(0)

@@ -11,6 +11,7 @@ import pytest
 from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
 from tests.e2e.talk_cases import Talk, Talks
+from tests.runs import rows_of, run
 from tests.tiny import base_model
 from tests.world import run_world
 
@@ -41,8 +42,14 @@ def agrees_with_transformers(talk: Talk) -> None:
 
 
 KINDS = (
-    *("plain", "chatty", "tool in workers", "stop strings", "cut turns", "little room"),
-    *("few turns", "game"),
+    "plain",
+    "chatty",
+    "tool in workers",
+    "stop strings",
+    "cut turns",
+    "little room",
+    "few turns",
+    "game",
 )
 
 
@@ -53,7 +60,9 @@ def test_conversations_equal_transformers(talks: Talks, kind: str) -> None:
     assert talks.kinds[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
-def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(talks: Talks) -> None:
+def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
+    talks: Talks,
+) -> None:
     said = talks.guards
     assert said["right"] == "True True"
     assert (
@@ -83,14 +92,17 @@ def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: Talks) 
         (text, reply)
         for rollout in talks.kinds["calls"].rollouts
         for text, reply in re.findall(
-            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<", rollout.text
+            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<",
+            rollout.text,
         )
     ]
     assert replies, "at temperature 1 some of 16 conversations write their steps"
     assert all(evaluate(text) == reply for text, reply in replies)
 
 
-def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(talks: Talks) -> None:
+def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
+    talks: Talks,
+) -> None:
     cut = [r for r in talks.kinds["cut turns"].rollouts if len(r.turns) > 1]
     assert cut
     for rollout in cut:
@@ -214,3 +226,26 @@ def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
     assert capped.rounds == 2 and capped.groups_trained is not None and capped.groups_trained < 6
     assert 0.0 in off.advantages and off.rounds is None
     assert "all solved or all out of reach" in one.nothing
+
+
+@pytest.mark.large
+def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
+    flags = ("--train.steps", "1", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
+    flags += ("--checkpoint.export", "false", "--rollout.max_response_tokens", "160")
+    run(
+        tmp_path / "game",
+        *flags,
+        *("--env.name", "guess_number", "--env.max_turn_tokens", "12", "--env.workers", "1"),
+        *("--algo.dynamic_sampling", "2"),
+    )
+    start, row = rows_of(tmp_path / "game")
+    assert "eval/heldout/accuracy" in start
+    assert row["env/turns_mean"] > 1.5 and row["env/errors"] == row["env/dropped"] == 0
+    assert row["routing/coverage"] == 1.0, (
+        "every observed and every sampled token but the last has its routes"
+    )
+    assert row["routing/overlap_differs"] == 0.0
+    # Policy and engine agree on every sampled token of every turn; float32 on both sides.
+    assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
+    assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
+    assert row["reward/group_zero_std_frac"] < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from r3.assets import TINY_MOE
 from tests.e2e import adapter_cases
 from tests.families import engine_sizes, family_checkpoint
-from tests.runs import interpreter, program, rows_of, run
-from tests.world import run_world
+from tests.runs import interpreter, rows_of, run
+from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e
 
@@ -54,7 +55,7 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
     assert kl[0] < 1e-6 < 1e-4 < kl[-1]
 
     command = [interpreter(), "-m", "r3.export", str(folder), "--adapter"]
-    done = program(*command)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     adapter = load_file(folder / "adapter/step_000003/adapter_model.safetensors")
     facts = json.loads((folder / "adapter/step_000003/adapter_config.json").read_text())
@@ -79,7 +80,9 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
     # Another base is refused: base plus product would be a model that nobody trained.
     name = next(iter(base))
     save_file(base | {name: base[name] + 1}, model / "model.safetensors", metadata={"format": "pt"})
-    done = program(*command, "--to", str(tmp_path / "to"))
+    done = subprocess.run(
+        [*command, "--to", str(tmp_path / "to")], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "weights changed since the run" in done.stderr, done.stderr
 
 

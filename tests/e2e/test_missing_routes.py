@@ -36,8 +36,14 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     driver = folder / "losing.py"
     driver.write_text(DRIVER)
     shared = (
-        *("--log.dir", str(folder / "run"), "--train.steps", "2", "--eval.path", ""),
-        *("--checkpoint.export", "false"),
+        "--log.dir",
+        str(folder / "run"),
+        "--train.steps",
+        "2",
+        "--eval.path",
+        "",
+        "--checkpoint.export",
+        "false",
     )
     # The proof of the sync generates too: four answers, before the step's.
     done = torchrun(2, str(driver), "tiny-smoke", "--data.path", FEW_ROWS, *shared, *flags)

@@ -86,12 +86,16 @@ def test_what_a_checkpoint_holds_goes_on_bit_for_bit(budgets: Budgets, kind: str
     assert budgets.kinds[kind].saved
 
 
-def test_every_group_is_dealt_once_when_the_number_of_engines_changes(budgets: Budgets) -> None:
+def test_every_group_is_dealt_once_when_the_number_of_engines_changes(
+    budgets: Budgets,
+) -> None:
     whole, left, right = budgets.groups
     assert whole and sorted(left + right) == whole
 
 
-def test_interrupted_conversations_are_dropped_where_none_may_grow_old(budgets: Budgets) -> None:
+def test_interrupted_conversations_are_dropped_where_none_may_grow_old(
+    budgets: Budgets,
+) -> None:
     assert budgets.drop is not None
     rows = budgets.drop.metrics
     assert sum(row["rollout/dropped_by_budget"] for row in rows) > 0
@@ -107,6 +111,14 @@ def test_interrupted_conversations_are_dropped_where_none_may_grow_old(budgets: 
 
 def test_a_budget_that_nobody_reaches_changes_nothing(budgets: Budgets) -> None:
     assert budgets.off == budgets.plenty
+
+
+def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(budgets: Budgets) -> None:
+    trained = budgets.trained
+    assert trained is not None
+    assert trained.old and trained.old == trained.marked and len(trained.old) <= trained.count
+    assert trained.expected == trained.captured > 0
+    assert trained.too_old.startswith("RouteError") and "of policy version" in trained.too_old
 
 
 @pytest.mark.large
@@ -126,8 +138,12 @@ def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_pa
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
     """A distillation, so that the teacher is resumed too; its rewards are only reported."""
     flags = (
-        *("--train.steps", "4", "--rollout.prompts_per_step", "8"),
-        *("--rollout.step_token_budget", "16"),
+        "--train.steps",
+        "4",
+        "--rollout.prompts_per_step",
+        "8",
+        "--rollout.step_token_budget",
+        "16",
     )
     flags += ("--rollout.max_staleness", "2", "--algo.correction", "token_tis", "--eval.path", "")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")

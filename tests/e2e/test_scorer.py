@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from r3 import assets
+from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
 from tests.e2e.scorer_cases import Judged
 from tests.families import CLASSIFIER_TOLERANCE, classifier
 from tests.runs import rows_of, run
-from tests.world import run_world
+from tests.warm import interpreter
+from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e
 
@@ -30,9 +40,69 @@ def picky(response, prompt):
 
 
 @pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
+def vllm_server() -> Iterator[str]:
+    """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
+    port = free_port()
+    command = [
+        interpreter(),
+        "-m",
+        "tests.vllm_server",
+        "--model",
+        str(assets.TINY_MOE),
+    ]
+    command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
+    command += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "16",
+        "--enforce-eager",
+    ]
+    command += ["--kv-cache-memory-bytes", str(2**25)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        until = time.monotonic() + 240.0
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/models", timeout=5):
+                    break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, process.communicate()[0][-4000:]
+                assert time.monotonic() < until, "vLLM's server did not answer in four minutes"
+                time.sleep(0.5)
+        # The first reply takes long: it is not to count against the time limit of calls.
+        question = {"model": "grader", "messages": [{"role": "user", "content": "7"}]}
+        request = urllib.request.Request(
+            f"{url}/chat/completions",
+            json.dumps(question | {"max_tokens": 4}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=240).close()
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def judged_rounds(folder: Path, **arguments: str) -> dict[str, Judged]:
     """One round with each kind of scorer."""
-    folder = tmp_path_factory.mktemp("judges")
     (folder / "mine.py").write_text(FUNCTIONS)
     # As much as the shipped model can take
     (folder / "prompt.txt").write_text("{question} {response}")
@@ -44,8 +114,14 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
         reward_model=str(classifier(folder / "classifier")),
         prompt_file=str(folder / "prompt.txt"),
         timeout_s=400.0,
+        **arguments,
     )
     return found
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
+    return judged_rounds(tmp_path_factory.mktemp("judges"))
 
 
 def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
@@ -75,6 +151,25 @@ def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Judged
     model = rounds["model"]
     worst = max(abs(model.rewards[name] - model.single[name]) for name in model.rewards)
     assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
+
+
+@pytest.mark.slow
+@pytest.mark.large
+@pytest.mark.timeout(600)
+def test_a_vllm_server_is_an_llm_judge(
+    rounds: dict[str, Judged], vllm_server: str, tmp_path: Path
+) -> None:
+    """The shipped model is the judge: its reply has a number after ####, or is a failure."""
+    http = judged_rounds(tmp_path, url=vllm_server)["http"]
+    assert http.tokens.items() <= rounds["quick"].tokens.items(), "samples do not depend on it"
+    facts = http.metrics
+    assert facts["reward/calls"] == 32 and facts["reward/timeouts"] == 0
+    assert facts["reward/errors"] == facts["reward/dropped"] == 32 - len(http.rewards)
+    assert http.rewards, "no response was scored"
+    assert all(
+        reward == parts["http"]
+        for reward, parts in zip(http.rewards.values(), http.parts.values(), strict=True)
+    )
 
 
 def test_the_policy_judges_itself_with_calls_that_nobody_trains_on(

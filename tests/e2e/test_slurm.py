@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +66,17 @@ def test_two_nodes_run_once_and_end(slurm: Cluster) -> None:
     assert output.count("--rdzv_endpoint n1:") == 2
 
 
+@pytest.mark.parametrize("when", ["check", "ranks"])
+def test_an_error_is_not_requeued(slurm: Cluster, when: str) -> None:
+    if when == "check":
+        (slurm.folder / "check").write_text("2")
+    else:
+        end(slurm, 3)
+    facts = slurm.wait_for_state(submit(slurm, 1), "FAILED")
+    assert facts["Restarts"] == "0"
+    assert facts["ExitCode"] == ("2:0" if when == "check" else "3:0")
+
+
 def test_the_signal_before_the_time_limit_requeues(slurm: Cluster) -> None:
     job = submit(slurm, 2)
     slurm.wait_for_text(job, "ranks on n2")
@@ -97,3 +111,19 @@ def test_a_job_that_loses_a_node_is_requeued(slurm: Cluster) -> None:
     log = (slurm.folder / "log" / "slurmctld.log").read_text()
     assert f"requeue job JobId={job} due to failure of node n2" in log
     assert slurm.facts(job)["JobState"] in ("COMPLETING", "PENDING")
+
+
+def test_a_cluster_that_does_not_come_up_is_tried_twice_and_leaves_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        settings = {"MINI_PORT": str(taken.getsockname()[1])}
+        with (
+            pytest.warns(UserWarning, match="the cluster is started again"),
+            pytest.raises(AssertionError, match="Address already in use"),
+            cluster(tmp_path, settings),
+        ):
+            pytest.fail("two programs listen at one port")
+    assert not (tmp_path / "state").exists()
+    # Another cluster may be up meanwhile, but not in the same network.
+    (network,) = set(re.findall(r"ctl\((\S+)\.254\)", (tmp_path / "slurm.conf").read_text()))
+    command = ["ip", "-4", "route", "show", f"{network}.0/24"]
+    assert not subprocess.run(command, capture_output=True, text=True, check=True).stdout

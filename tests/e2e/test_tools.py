@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
+from r3 import assets, show, watch
 from r3.envs import Calculator, evaluate
+from r3.report import main as report
 from r3.run.folder import read_jsonl
 from r3.tools.dumps import read_rollouts
 from r3.types import Rollout
@@ -100,6 +102,67 @@ def test_dumped_messages_are_those_that_the_tokens_hold(folder: Path, tokenizer:
     assert sum(len(row["messages"]) > 3 for row in rows) > 25, "conversations with calls"
     for row in read_jsonl(folder / "eval" / f"step_{STEPS:06d}.jsonl"):
         assert row["messages"][0]["content"] == row["question"] and row["reference"]
+
+
+def test_the_run_can_be_looked_into(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show.main([str(folder), "--step", "1", "--best", "2", "--worst", "0", "--width", "200"])
+    out = capsys.readouterr().out
+    assert "step 1  train: 128 samples" in out and out.count("reference\n") == 2
+    show.main([str(folder), "--eval", "--best", "1", "--width", "200"])
+    assert f"step {STEPS}  heldout: 256 samples" in capsys.readouterr().out
+    watch.main([str(folder), "--once"])
+    assert f"step {STEPS}/{STEPS}" in capsys.readouterr().out
+    report([str(folder), "-o", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "word_problems_train.jsonl" in page and "tool_call>" in page
+
+
+def test_what_the_tool_said_has_routes_and_no_loss(folder: Path, tokenizer: Any) -> None:
+    opening, closing = tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>"])
+    observed = 0
+    for step in range(1, STEPS + 1):
+        for rollout in rollouts_of(folder, step):
+            assert rollout.routed_experts.shape == (len(rollout.tokens_T) - 1, 4, 2)
+            assert rollout.routed_experts.min() >= 0 and rollout.routed_experts.max() < 8
+            starts, ends = (
+                np.flatnonzero(rollout.tokens_T == token) for token in (opening, closing)
+            )
+            sampled = rollout.loss_mask_T == 1
+            told = [(a, b) for a, b in zip(starts, ends, strict=False) if not sampled[a]]
+            for a, b in told:
+                assert not sampled[
+                    a - 3 : b + 6
+                ].any()  # from `<|im_start|>user` to `<|im_start|>assistant`
+            observed += len(told)
+            assert (rollout.logprobs_T[~sampled] == 0).all() and (
+                rollout.logprobs_T[sampled] < 0
+            ).any()
+    assert observed > 300
+
+
+def test_every_row_of_every_turn_is_accounted_for_and_replayed(folder: Path) -> None:
+    for row in rows_of(folder)[1:]:
+        tokens = [len(rollout.tokens_T) for rollout in rollouts_of(folder, int(row["step"]))]
+        rows = sum(tokens) - len(tokens)
+        assert (
+            row["routing/rows_expected"]
+            == row["routing/rows_captured"]
+            == row["routing/rows_replayed"]
+            == rows
+        )
+        assert row["routing/rows_live"] == row["routing/rows_last_token"] == len(tokens)
+        assert row["routing/coverage"] == 1.0 and row["routing/overlap_differs"] == 0.0
+
+
+def test_engine_and_policy_agree_on_several_turns(folder: Path) -> None:
+    for row in rows_of(folder)[1:]:
+        # float32 on both sides leaves some 1e-13, a shift by one token 1e-2 and more.
+        assert row["mismatch/k3"] <= 1e-9
+        assert row["mismatch/abs_max"] <= 1e-4
+        assert row["routing/agreement"] > 0.999
+        assert np.isfinite(row["optim/grad_norm"])
 
 
 def test_it_learns_to_call(folder: Path) -> None:

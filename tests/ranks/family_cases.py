@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.direct_weights import matrices
 from r3.layers import packed_params, zigzag_rows
-from r3.models.hf_checkpoint import joined, read_small_files
+from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.models.tensors import Experts
 from r3.policy import Policy, chained
@@ -25,6 +26,7 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync.weights import WeightStream, export
 from r3.types import MicroBatch
+from tests.errors import message_of
 from tests.families import as_ling, transformers_model
 from tests.policies import batches_of, one_update, policy_of, require_planned, save_checkpoint
 from tests.tiny import tiny_config
@@ -62,6 +64,27 @@ class Contract:
     num_moe_layers: int = 0
     selective: bool = False
     decayed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBiases:
+    """Whether expert biases stay those on disk.
+
+    Attributes:
+        count: tensors of biases.
+        loaded, trained, resumed: they equal those on disk, in float32.
+        uncounted: routers count no tokens for them.
+        zeroed: overwriting them shows, or the comparison means nothing.
+        half: the export has them in float32 and all else in bfloat16.
+    """
+
+    count: int
+    loaded: bool
+    trained: bool
+    uncounted: bool
+    zeroed: bool
+    resumed: bool
+    half: bool
 
 
 def contracts(
@@ -351,14 +374,35 @@ def gradient_differences(
     }
 
 
-def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
-    """A bfloat16 policy's expert biases after updates, after a resume, and as exported.
+def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
+    """Messages about checkpoints whose tensors are not the model's."""
+    from safetensors.torch import save_file
 
-    Returns:
-        The number of tensors; whether those that were loaded, trained and resumed are those on
-        disk, in float32; whether routers count no tokens for them (uncounted), overwriting them
-        shows (zeroed), and the export has all else in bfloat16 (half).
-    """
+    mesh = build_mesh(device, tiny_config().parallel)
+    source = tensors_of(Path(folder))
+    first = "model.layers.0.mlp.experts.3.up_proj.weight"
+    spoiled = {
+        "missing": {name: tensor for name, tensor in source.items() if name != first},
+        "extra": source | {"model.layers.0.mlp.experts.8.up_proj.weight": source[first].clone()},
+        "misshaped": source | {first: source[first][:-1].clone()},
+    }
+    messages = {}
+    for kind, tensors in spoiled.items():
+        target = Path(out) / kind
+        target.mkdir()
+        for file in Path(folder).glob("*.json"):
+            if "index" not in file.name:
+                shutil.copyfile(file, target / file.name)
+        save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
+        messages[kind] = message_of(
+            lambda target=target: policy_of(device, mesh, tiny_config(target)),
+            CheckpointError,
+        )
+    return messages
+
+
+def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
+    """A bfloat16 policy's expert biases after updates, after a resume, and as exported."""
     mesh = build_mesh(device, tiny_config(parallel={"ep": 2}).parallel)
     config = tiny_config(folder, parallel={"ep": 2}, model={"dtype": "bfloat16"})
     policy = policy_of(device, mesh, config)
@@ -409,7 +453,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
         name: str(tensor.dtype) for name, tensor in tensors_of(Path(out) / "export").items()
     }
     others = sorted(name for name, dtype in exported.items() if dtype != "torch.bfloat16")
-    return dict(
+    return ExpertBiases(
         count=len(on_disk),
         loaded=loaded,
         trained=trained,

@@ -11,10 +11,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from r3 import extras
 from r3.config import Config
 from r3.layers import local_tokens
+from r3.lora.adapters import Adapter, factors
 from r3.lora.peft import adapter_config, write_adapter
+from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.hf_checkpoint import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import checkpoint
@@ -28,14 +29,9 @@ from tests.policies import (
     experts_as_on_cuda,
     one_update,
     policy_of,
-    same_state,
     save_checkpoint,
 )
 from tests.tiny import tiny_config
-
-layers = extras.adapters()
-
-plan = extras.adapter_plan()
 
 TOTAL = 4  # updates of the schedule
 
@@ -67,7 +63,7 @@ def fill_b(policy: Policy) -> None:
     policy.merge_adapters()
 
 
-def adapters(policy: Policy) -> list[Any]:
+def adapters(policy: Policy) -> list[Adapter]:
     """All pairs of this rank."""
     return [each for chunk in policy.chunks for each in chunk.lora.adapters]
 
@@ -109,7 +105,7 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
     pairs = {
         name: (a.clone().requires_grad_(), b.clone().requires_grad_())
         for chunk in policy.chunks
-        for name, a, b in layers.factors(chunk.lora)
+        for name, a, b in factors(chunk.lora)
     }
     loss = transformers_loss(config, policy, batch, pairs)
     loss.backward()
@@ -157,14 +153,14 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
 
 
 def _starts_from(policy: Policy, batch: Batch, config: Config, folder: Path) -> bool:
-    ranks = plan.adapted_tensors(policy.shape, config.lora)
+    ranks = adapted_tensors(policy.shape, config.lora)
     facts = adapter_config(policy.shape, config.lora, ranks, config.model.path)
-    write_adapter(folder, layers.factors(policy.chunks[0].lora), facts, config.lora)
+    write_adapter(folder, factors(policy.chunks[0].lora), facts, config.lora)
     lora = replace(config.lora, start=str(folder))
-    assert plan.adapter_fault(lora.start, policy.shape, ranks) == ""
+    assert adapter_fault(lora.start, policy.shape, ranks) == ""
     other = {name: rank + 1 for name, rank in ranks.items()}
-    assert "tensors, such as" in plan.adapter_fault(lora.start, policy.shape, other)
-    assert "is no folder of" in plan.adapter_fault(str(folder / "x"), policy.shape, ranks)
+    assert "tensors, such as" in adapter_fault(lora.start, policy.shape, other)
+    assert "is no folder of" in adapter_fault(str(folder / "x"), policy.shape, ranks)
     then = Policy(replace(config, lora=lora), policy.device, policy.mesh, policy.shape)
 
     def same() -> bool:
@@ -291,7 +287,7 @@ def _quantised(device: Device, config: Config, out: Path) -> Quantised:
     with policy.reference_weights():
         reference = all(torch.equal(x, exported[name]) for name, x in stream.read())
     after = [tensor for _, tensor in stream.read()]
-    names = plan.quantised_tensors(policy.shape)
+    names = quantised_tensors(policy.shape)
     off = sum(float((exported[name] - model[name]).float().square().sum()) for name in names)
     policy.offload()
     made = [made for chunk in policy.chunks for made in chunk.lora.bases if made.layer]
@@ -373,12 +369,12 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, policy.shape)
     checkpoint.load(saved, resumed, device, mesh)
-    rewritten = same_state(policy, resumed)
+    rewritten = _same(policy, resumed)
     for each in (policy, resumed):
         each.offload()
         each.onload()
         one_update(each, batch, total_updates=TOTAL)
-    same = same_state(policy, resumed)
+    same = _same(policy, resumed)
     from_other = 0.0
     if other:
         checkpoint.load(other / "step_000001", resumed, device, mesh)
@@ -400,3 +396,15 @@ def tensors_in(saved: Path) -> list[str]:
     """Names of the tensors in a checkpoint."""
     found = FileSystemReader(saved).read_metadata().state_dict_metadata
     return [name for name, each in found.items() if isinstance(each, TensorStorageMetadata)]
+
+
+def _same(one: Policy, other: Policy) -> bool:
+    with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
+        pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
+        states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    weights = zip(*(_own_weights(policy) for policy in (one, other)), strict=True)
+    return states and all(torch.equal(x, y) for x, y in weights)
+
+
+def _own_weights(policy: Policy) -> list[torch.Tensor]:
+    return [policy.values(buffer) for buffer in policy.shared_buffers()]

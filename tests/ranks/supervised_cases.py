@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from r3 import extras
 from r3.algo.packing import with_advantages
 from r3.config import OF_OBJECTIVE, with_values
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rows import columns_of
 from r3.metrics import Mean
+from r3.objectives.rows import as_rollout
 from r3.policy import Policy
 from r3.policy.weight_slots import named
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync.rollouts import PackingSpec, distribute
-from r3.types import Batch
+from r3.types import Batch, Sample
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config
 
@@ -72,9 +71,11 @@ def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
 
 
 def _batch(policy: Policy, mesh: Mesh, dataset: Dataset) -> Batch:
-    task: Any = SimpleNamespace(prompts=dataset)
-    config = with_values(policy.config, {"rollout.prompts_per_step": len(dataset.prompts)})
-    scored, _ = extras.rows_of_step(task, config, mesh.world, 1)
+    scored = [
+        Sample(rollout=as_rollout(row, index, 0))
+        for index, row in enumerate(dataset.prompts)
+        if index % mesh.world.size == mesh.world.rank
+    ]
     spec = PackingSpec.of_step(policy.config, policy.replay.layers, 0)
     (batch,), _ = distribute(scored, mesh, policy.shape, spec)
     return with_advantages(batch, torch.ones(len(dataset.prompts)))

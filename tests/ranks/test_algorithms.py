@@ -27,7 +27,12 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
         # would be off by tenths.
         assert asdict(first[name]) == pytest.approx(asdict(expected), rel=1e-5, abs=1e-6), name
     for name in (
-        *("token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "icepop"),
+        "token_tis",
+        "sequence_tis",
+        "token_mis",
+        "sequence_mis",
+        "geometric_mask",
+        "icepop",
     ):
         assert 0 < whole[name].cut < 152, (
             f"{name}: some of the 152 loss tokens fall on each side of the bounds"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,15 +15,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from r3.backends.cpu.gloo import share_gloo_thread
 from r3.config import ParallelConfig
-from r3.extras import share_gloo_thread
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from tests.world import run_world
+from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.ranks
 
 LIMIT_S = 2.0
+FORKED = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+from r3.backends.cpu.gloo import share_gloo_thread
+from tests.ranks.test_gloo import gloo_threads
+
+share_gloo_thread()
+limit = timedelta(seconds=30)
+groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit) for _ in range(2)]
+before = gloo_threads(1)
+child = os.fork()
+if child == 0:
+    gone = gloo_threads()
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit)
+    print(before, gone, gloo_threads(1), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+os._exit(0)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +171,11 @@ def test_sharing_twice_changes_nothing() -> None:
         assert dist.ProcessGroupGloo.__init__ is once
     finally:
         dist.ProcessGroupGloo.__init__ = before
+
+
+def test_a_forked_process_starts_its_own_thread() -> None:
+    # The thread of the parent's device does not exist in the child: a group that used this device
+    # would wait forever.
+    command = [sys.executable, "-c", FORKED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "0", "1"], done.stderr

@@ -39,7 +39,9 @@ def ranks(
     return accounts
 
 
-def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(ranks: list[Account]) -> None:
+def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
+    ranks: list[Account],
+) -> None:
     for rank in ranks:
         assert rank.packed_layers == [len(rank.layers)]
         assert rank.itemsize == 1
@@ -70,7 +72,9 @@ def test_every_captured_row_is_replayed_exactly_once(ranks: list[Account]) -> No
         assert row["rows_filler"] == filler
 
 
-def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(ranks: list[Account]) -> None:
+def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
+    ranks: list[Account],
+) -> None:
     for rank in ranks:
         said = rank.messages
         assert said["allowed version"] == "nothing was raised"

@@ -35,7 +35,9 @@ def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) ->
 
     matmul._HAS_BFLOAT16 = has_bfloat16
     config = tiny_config(
-        parallel={"tp": tp}, model={"dtype": dtype}, train={"micro_batch_tokens": 2048, "steps": 1}
+        parallel={"tp": tp},
+        model={"dtype": dtype},
+        train={"micro_batch_tokens": 2048, "steps": 1},
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape, (250,) * 8, micro_batch_tokens=2048)

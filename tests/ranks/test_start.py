@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from r3 import extras
 from r3.config import ConfigError, with_values
 from r3.rollout import read_task
 from r3.run.open import Opened
 from r3.run.session import RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
+from r3.tools.beside.machine import require_engines_within_machines
 from r3.tools.health import findings, measure
 from tests.errors import message_of
 from tests.tiny import tiny_config
 from tests.world import run_world
-
-machine = extras.machine()
 
 pytestmark = pytest.mark.ranks
 
@@ -39,7 +37,11 @@ def begin(device: Device) -> dict[str, str]:
     some = replace(task, prompts=replace(task.prompts, prompts=task.prompts.prompts[:-1]))
     cases: dict[str, tuple[Any, Any, Any]] = {
         "same": (with_values(config, {"log.dir": f"of rank {device.rank}"}), task, start),
-        "step": (config, task, replace(start, step=7) if second else start),
+        "step": (
+            config,
+            task,
+            replace(start, step=7) if second else start,
+        ),
         "data": (config, some if second else task, start),
         "files": (of_rank, task, start),
         "settings": (with_values(config, {"train.lr": 0.5}) if second else config, task, start),
@@ -87,11 +89,9 @@ def test_engine_on_two_machines_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     config = with_values(tiny_config(), {"parallel.engine_tp": size})
     said = (
-        message_of(lambda: machine.require_engines_within_machines(config), ConfigError)
-        if refused
-        else ""
+        message_of(lambda: require_engines_within_machines(config), ConfigError) if refused else ""
     )
     if refused:
         assert f"parallel.engine_tp = {size}: must divide the {local} rank(s)" in said, said
     else:
-        machine.require_engines_within_machines(config)
+        require_engines_within_machines(config)
