@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from r3.metrics.glossary import REFUSED
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -289,15 +287,18 @@ def shadow(
     return {key: panel[key] for key in SHADOW}
 
 
-def means(reported: Iterable[Mapping[str, float]]) -> dict[str, UsersMean]:
+def means(
+    reported: Iterable[Mapping[str, float]], *, without: Iterable[str] = ()
+) -> dict[str, UsersMean]:
     """Return the partial of every metric, over the conversations that report it.
 
-    Without `REFUSED`: a conversation has them where they are not 0, and the round counts them.
+    Args:
+        without: keys that are left out, because the round counts them.
     """
     values: dict[str, list[float]] = {}
     for metrics in reported:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
-    for key in REFUSED.values():
+    for key in without:
         values.pop(key, None)
     return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}

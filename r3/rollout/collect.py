@@ -10,6 +10,7 @@ from typing import Any
 
 from r3 import extras
 from r3.engine import Engine, Sampling
+from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum, means
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationRules, ConversationSetup
@@ -213,5 +214,5 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
             total=float(sum(rollout.is_truncated for rollout in rollouts)), count=count
         ),
         "rollout/tokens": Sum(value=float(sum(len(rollout.tokens_T) for rollout in rollouts))),
-        **means(rollout.metrics for rollout in rollouts),
+        **means((each.metrics for each in rollouts), without=REFUSED.values()),
     }

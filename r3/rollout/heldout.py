@@ -169,7 +169,8 @@ def evaluate(
     )
     if "reward/zeroed" in collected.metrics:  # a reward function that may fail
         metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
-    for key, part in means(rollout.metrics for rollout in collected.rollouts).items():
+    reported = (each.metrics for each in collected.rollouts)
+    for key, part in means(reported, without=REFUSED.values()).items():
         metrics[f"eval/{settings.name}/{key}"] = part
     rows = [
         {
