@@ -12,6 +12,7 @@ from r3.algo.sums import are_equal, reaches
 from r3.config import Config, EvalSet
 from r3.data.conversation import replied
 from r3.engine import Engine, Sampling
+from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, means
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector, is_cut, without_end
