@@ -3,6 +3,8 @@
 """
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,10 +18,21 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def __getattr__(name: str) -> Any:
-    """`from r3 import train` works, and `import r3` alone stays immediate."""
-    if name in ("Result", "RunError", "train"):
-        from r3.launch import api
+def names_of(package: str, /, **homes: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports public names when they are asked for.
 
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    Args:
+        package: name of the package.
+        homes: by module of the package, the names that it gives to others, separated by spaces.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home_of[name]}"), name)
+
+    return get
+
+
+__getattr__ = names_of(__name__, **{"launch.api": "Result RunError train"})

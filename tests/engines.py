@@ -13,18 +13,16 @@ import torch
 from r3.algo.advantage import advantages_of
 from r3.algo.packing import with_advantages
 from r3.config import Config
-from r3.data.prompts import prompts_of_step
+from r3.data import prompts_of_step
 from r3.engine import Engine, Sampling
-from r3.models.hf_checkpoint import read_small_files
+from r3.models import read_small_files
 from r3.rollout import Collector, RoundResult, Task, gather_rewards, read_task
-from r3.run.session import build_run
+from r3.run import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.sync.residency import State
-from r3.sync.rollouts import PackingSpec, distribute
-from r3.sync.weights import export, sync_weights
+from r3.sync import PackingSpec, State, distribute, export, sync_weights
 from r3.types import Batch, Rollout
-from r3.user_code.algorithm import advantage_of
+from r3.user_code import advantage_of
 
 
 class World:

@@ -7,7 +7,7 @@ from typing import cast
 
 from r3.envs import Environments
 from r3.types import Prompt
-from r3.user_code.workers import Done
+from r3.user_code import Done
 
 
 def prompt(name: str = "rows.jsonl:1") -> Prompt:

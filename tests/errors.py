@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from r3.runtime.terminal import fitted
+from r3.runtime import fitted
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

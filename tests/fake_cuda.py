@@ -224,7 +224,7 @@ def fake_world(
 
     from r3.backends.cpu.megatron import _Event, _Stream
     from r3.backends.cuda import host_memory
-    from r3.models.hf_checkpoint import CheckpointReader
+    from r3.models import CheckpointReader
 
     current = threading.local()  # as in CUDA, a thread begins on device 0
     stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from r3.launch.ranks import launch, torchrun
-from r3.runtime.process import die_with_parent, importing, name_process
-from r3.runtime.terminal import visible
+from r3.runtime import die_with_parent, importing, name_process, visible
 
 _POLL_S = 0.02
 

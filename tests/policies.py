@@ -23,14 +23,13 @@ from r3.metrics import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.policy import NONE_MADE, Passes, Policy, earlier_passes, policy_loss, train_on
 from r3.policy.weight_slots import Slot
-from r3.run.checkpointer import Checkpointer
-from r3.run.state import RunState
+from r3.run import Checkpointer, RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync import PackingSpec, distribute
 from r3.tools.planning.sync import planned_shards
 from r3.types import Batch, Sample, Update
-from r3.user_code.algorithm import advantage_of
+from r3.user_code import advantage_of
 from tests.tiny import random_rollouts
 
 ON_CPU, ON_CUDA = (extras.experts(is_cuda=is_cuda) for is_cuda in (False, True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from r3.agents import Workflows, message_parser
 from r3.config import RewardConfig
-from r3.data.template import Renderer
+from r3.data import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
 from r3.envs import MessageReader, built_in
 from r3.models.shape import ModelShape

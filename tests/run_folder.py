@@ -14,10 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from r3 import report
 from r3.config import to_yaml
-from r3.run.checkpointer import Checkpointer, Copy
-from r3.run.folder import RunDir, step_folders, write_eval, write_text
-from r3.run.state import RunState
-from r3.tools.dumps import write_rollouts
+from r3.run import Checkpointer, Copy, RunDir, RunState, step_folders, write_eval, write_text
+from r3.tools import write_rollouts
 from r3.types import Message, Prompt, Rollout, TrainedSample
 from tests.tiny import tiny_config
 

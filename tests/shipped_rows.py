@@ -14,9 +14,7 @@ from typing import Any
 from r3 import assets
 from r3.checks import data
 from r3.cli import parse
-from r3.data import prompts, sources
-from r3.data.rows import Columns, Row, RowProblem, columns_of
-from r3.data.template import Renderer
+from r3.data import Columns, Renderer, Row, RowProblem, columns_of, prompts, sources
 from r3.types import Prompt
 from tests.tiny import FEW_ROWS, tiny_config
 

@@ -164,7 +164,7 @@ def stand_in(python: str, address: str) -> NoReturn:
 
 def preload() -> None:
     """Import what runs need, and read the rows that they read."""
-    from r3.runtime.process import importing
+    from r3.runtime import importing
     from tests import forked_ranks
 
     forked_ranks.preload()

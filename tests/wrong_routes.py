@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from r3.routing.replay import Replay
-from r3.sync.rollouts import Received
+from r3.routing import Replay
+from r3.sync import Received
 
 
 @contextmanager

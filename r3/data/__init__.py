@@ -1,1 +1,14 @@
 """Rows of any source, each checked once, and the seeded order of prompts."""
+
+from r3 import names_of
+
+__getattr__ = names_of(
+    __name__,
+    prompts=(
+        "DataError Dataset NotRendered load_prompts prompts_from prompts_of_step "
+        "source_labels turns"
+    ),
+    rows="Columns Fault Row RowProblem columns_of",
+    sources="files_of read_rows",
+    template="Renderer load_tokenizer",
+)

@@ -1,1 +1,19 @@
 """One run: its start, its folder, its checkpoints, its watchdog."""
+
+from r3 import names_of
+
+__getattr__ = names_of(
+    __name__,
+    checkpointer="Checkpointer Copy SaveError",
+    due="Saver export_last is_checkpoint_due",
+    ends="FailureReport REQUEUE StopRequest StoppedEarly failure_text resume_command",
+    folder=(
+        "RunDir read_jsonl read_metrics replacing step_folders truncate_metrics write_eval "
+        "write_json write_text"
+    ),
+    open="Opened ResumeError hold newest_whole open_run",
+    result="FINISHED Goal best_step says_finished",
+    session="Phases RankError Session build_run require_one_start",
+    state="RunState",
+    watchdog="ENDS_RANK Watchdog",
+)

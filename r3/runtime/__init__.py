@@ -1,1 +1,11 @@
 """Devices, process groups and worker processes: the machine that a run uses."""
+
+from r3 import names_of
+
+__getattr__ = names_of(
+    __name__,
+    limits="host_gib host_processors openmp_threads",
+    process="Surroundings die_with_parent importing name_process",
+    tensors="SideStream Stash ipc_arguments to_host",
+    terminal="fitted open_missing say visible",
+)

@@ -1,1 +1,13 @@
 """Tools around a run: plan, dry run, check, viewers, report. The core does not need them."""
+
+from r3 import names_of
+
+__getattr__ = names_of(
+    __name__,
+    contract=(
+        "ADVANTAGE_CHECKS ADVICE LOSS_CHECKS check_advantage check_loss example_inputs "
+        "example_rewards loss_fault"
+    ),
+    dumps="join_arrays read_rollouts rollout_facts trained_samples write_rollouts",
+    proof="prove_sync prove_weights sample_single_turn",
+)

@@ -9,8 +9,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from r3.config import LoraConfig
-from r3.lora.peft import adapter_config, write_adapter
-from r3.lora.plan import adapted_tensors
+from r3.lora import adapted_tensors, adapter_config, write_adapter
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device
 from tests.families import random_pairs

@@ -12,7 +12,7 @@ import torch
 
 from r3.engine import Engine, sampling_seed
 from r3.runtime.device import Device
-from r3.tools.proof import sample_single_turn
+from r3.tools import sample_single_turn
 from r3.types import Prompt, Rollout, RouteError
 from tests.engines import World, engine_from_disk, one_round, routers_of, signature
 from tests.errors import message_of

@@ -11,7 +11,7 @@ import numpy as np
 from r3.algo import packing
 from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.routing.replay import Replay, RouterTap
+from r3.routing import Replay, RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync import rollouts as exchange

@@ -15,11 +15,10 @@ import torch
 from r3.config import LoraConfig
 from r3.engine import direct_weights
 from r3.engine.weight_push import Pushed, push
-from r3.lora.plan import adapted_tensors
+from r3.lora import adapted_tensors
 from r3.runtime.device import Device
-from r3.sync.residency import State
-from r3.sync.weights import SyncError, sync_weights
-from r3.tools.proof import prove_sync, prove_weights
+from r3.sync import State, SyncError, sync_weights
+from r3.tools import prove_sync, prove_weights
 from r3.types import Rollout
 from tests.engines import (
     World,

@@ -18,11 +18,10 @@ from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatc
 from r3.engine.build import refuse_unfit
 from r3.engine.route_slots import SlotRoutes
 from r3.layers.norms import _Norm
-from r3.models.tensors import Experts
+from r3.models import Experts
 from r3.runtime.device import Device
-from r3.sync.residency import ResidencyError, State
-from r3.sync.weights import SyncError
-from r3.tools.proof import prove_sync, sample_single_turn
+from r3.sync import ResidencyError, State, SyncError
+from r3.tools import prove_sync, sample_single_turn
 from r3.types import Rollout
 from tests.engines import World, held_tensors, signature
 from tests.errors import message_of

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from r3.metrics import mismatch
 from r3.policy import TokenScores
 from r3.runtime.device import Device
-from r3.sync.residency import State
+from r3.sync import State
 from r3.types import MicroBatch
 from tests.engines import World
 from tests.families import family_checkpoint

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.config import Config
+from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.models.tensors import Experts
-from r3.partial.source import from_checkpoint
+from r3.partial import from_checkpoint
 from r3.rewards.scorer import Scorer
 from r3.rollout import BudgetError, Collected, ConversationSetup, rollout_source
-from r3.routing.ledger import captured_rows
+from r3.routing import captured_rows
 from r3.runtime.device import Device
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync import PackingSpec, distribute
 from r3.types import Rollout
 from tests.errors import message_of
 from tests.talkers import CHATTY, Talker, Yardstick, values

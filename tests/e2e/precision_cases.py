@@ -10,7 +10,7 @@ import torch
 from r3.engine.build import require_head_type
 from r3.metrics import mismatch
 from r3.runtime.device import Device
-from r3.sync.residency import State
+from r3.sync import State
 from tests.engines import World
 from tests.errors import message_of
 from tests.tiny import tiny_config

@@ -11,10 +11,9 @@ import torch
 from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from r3.sync.residency import State
-from r3.sync.weights import SyncError
+from r3.sync import State, SyncError
+from r3.tools import prove_weights
 from r3.tools.planning.sync import Traffic
-from r3.tools.proof import prove_weights
 from tests.engines import World, engine_from_disk, one_round, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config

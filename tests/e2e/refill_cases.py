@@ -12,9 +12,9 @@ from r3.config import Config
 from r3.rewards.scorer import Scorer
 from r3.rollout import NoSignalError, RolloutSource
 from r3.runtime.device import Device
-from r3.tools.dumps import trained_samples
+from r3.tools import trained_samples
 from r3.types import Prompt, Rollout
-from r3.user_code.algorithm import advantage_of
+from r3.user_code import advantage_of
 from tests.errors import message_of
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config

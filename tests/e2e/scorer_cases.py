@@ -9,17 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.data.template import Renderer
+from r3.data import Renderer
+from r3.judges import Batches, RewardModel, SelfJudge
 from r3.judges.chat import parsed
-from r3.judges.model import Batches, RewardModel
-from r3.judges.self_judge import SelfJudge
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
-from r3.tools.proof import sample_single_turn
+from r3.tools import sample_single_turn
 from r3.types import Prompt, Rollout
-from r3.user_code.calls import CallError
-from r3.user_code.workers import Pool, Threads
+from r3.user_code import CallError, Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from r3.metrics import mismatch
-from r3.routing.replay import Mode
+from r3.routing import Mode
 from r3.runtime.device import Device
-from r3.sync.residency import State
-from r3.tools.proof import prove_sync
+from r3.sync import State
+from r3.tools import prove_sync
 from tests.engines import World
 from tests.memory import bytes_of
 from tests.policies import one_update

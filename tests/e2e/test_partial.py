@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from r3 import assets
-from r3.tools.dumps import read_rollouts
+from r3.tools import read_rollouts
 from tests.e2e import partial_cases
 from tests.e2e.partial_cases import Budgets, Copy, Kind
 from tests.runs import rows_of, run, timeless, without_last_checkpoint

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from r3.assets import TINY_MOE
 from r3.config import ConfigError, flatten, to_yaml
 from r3.rescore import FIGURES, parse
-from r3.run.folder import RunDir, write_text
-from r3.tools.dumps import write_rollouts
+from r3.run import RunDir, write_text
+from r3.tools import write_rollouts
 from r3.types import Rollout, TrainedSample
 from tests.run_folder import rollout
 from tests.runs import torchrun

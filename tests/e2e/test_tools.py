@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from r3 import assets, show, watch
 from r3.envs import Calculator, evaluate
 from r3.report import main as report
-from r3.run.folder import read_jsonl
-from r3.tools.dumps import read_rollouts
+from r3.run import read_jsonl
+from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.runs import rows_of, run
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
-from r3.tools.dumps import read_rollouts
+from r3.tools import read_rollouts
 from tests.runs import kill, rows_of, run, start, timeless
 from tests.warm import interpreter
 from tests.world import ROOT

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.tools.dumps import read_rollouts
+from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.e2e import workflow_cases
 from tests.e2e.workflow_cases import Episodes

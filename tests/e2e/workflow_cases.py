@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from r3.config import RewardConfig
-from r3.data.template import Renderer
+from r3.data import Renderer
 from r3.engine import Sampled, Sampler
 from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device

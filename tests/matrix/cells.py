@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from r3.runtime.device import Device
-from r3.tools.dumps import read_rollouts
+from r3.tools import read_rollouts
 from tests import published
 from tests.families import MOE_FAMILIES, ling_model
 from tests.published import LAYOUTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.models.families import FAMILIES
+from r3.models import FAMILIES
 from tests.matrix import cells
 from tests.matrix.results import CELLS, results
 from tests.published import LAYOUTS

@@ -17,7 +17,7 @@ from r3.models.shape import ModelShape
 from r3.policy import Passes, Policy, TokenScores, kl_of_rollouts, policy_loss
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.sync.rollouts import PackingSpec, distribute, pack_for
+from r3.sync import PackingSpec, distribute, pack_for
 from r3.types import Batch, MicroBatch, Sample
 from tests.pages import ROOT
 from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards

@@ -20,15 +20,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3.config import Config, with_values
-from r3.partial.source import PartialRollouts, to_files
+from r3.partial import PartialRollouts, to_files
 from r3.policy import Policy, chained
-from r3.run import checkpoint
+from r3.run import (
+    Checkpointer,
+    Opened,
+    ResumeError,
+    RunDir,
+    RunState,
+    SaveError,
+    checkpoint,
+    newest_whole,
+    step_folders,
+)
 from r3.run.checkpoint import KEYS, UnsoundError, gathered_state
-from r3.run.checkpointer import Checkpointer, SaveError
-from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import measure, read_manifest, write_manifest
-from r3.run.open import Opened, ResumeError, newest_whole
-from r3.run.state import RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
 from tests.errors import message_of

@@ -10,9 +10,9 @@ import torch
 
 from r3.metrics import mismatch
 from r3.policy import Policy
-from r3.routing.replay import Mode
+from r3.routing import Mode
 from r3.runtime.device import Device
-from r3.sync.residency import State
+from r3.sync import State
 from r3.types import MicroBatch, Rollout
 from tests.engines import World
 from tests.policies import read_back

@@ -17,14 +17,13 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.direct_weights import matrices
 from r3.layers import packed_params, zigzag_rows
-from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
+from r3.models import CheckpointError, Experts, joined, read_small_files
 from r3.models.shape import ModelShape
-from r3.models.tensors import Experts
 from r3.policy import Policy, chained
 from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
-from r3.sync.weights import WeightStream, export
+from r3.sync import WeightStream, export
 from r3.types import MicroBatch
 from tests.errors import message_of
 from tests.families import as_ling, transformers_model

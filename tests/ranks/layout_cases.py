@@ -12,9 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.layers import packed_params
-from r3.models.hf_checkpoint import CheckpointReader
+from r3.models import CheckpointReader, frozen_tensors
 from r3.models.shape import ModelShape
-from r3.models.tensors import frozen_tensors
 from r3.policy import Policy, chained, memory, scoring
 from r3.policy.build import transformer_config
 from r3.policy.scoring import KnownShapes

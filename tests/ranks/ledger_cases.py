@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from r3.algo.packing import with_advantages
-from r3.routing.ledger import LedgerError, reconcile
-from r3.routing.replay import Replay
+from r3.routing import LedgerError, Replay, reconcile
 from r3.runtime.device import Device
+from r3.sync import PackingSpec, Received, distribute
 from r3.sync import rollouts as exchange
-from r3.sync.rollouts import PackingSpec, Received, distribute
 from r3.types import Rollout, RouteError, Sample
 from tests.errors import message_of
 from tests.policies import LENGTHS, build

@@ -13,15 +13,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
 from r3.layers import local_tokens
-from r3.lora.adapters import Adapter, factors
-from r3.lora.peft import adapter_config, write_adapter
-from r3.lora.plan import adapted_tensors, adapter_fault, quantised_tensors
-from r3.models.hf_checkpoint import read_small_files
+from r3.lora import (
+    Adapter,
+    adapted_tensors,
+    adapter_config,
+    adapter_fault,
+    factors,
+    quantised_tensors,
+    write_adapter,
+)
+from r3.models import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh, forget_mesh
-from r3.sync.weights import WeightStream, export
+from r3.sync import WeightStream, export
 from r3.types import Batch
 from tests.policies import (
     batches_of,

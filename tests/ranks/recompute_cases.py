@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from r3.policy import Policy
-from r3.routing.replay import RouterTap
+from r3.routing import RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch

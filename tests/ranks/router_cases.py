@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from r3.metrics import Mean
-from r3.routing.ledger import routing_metrics
-from r3.routing.replay import RouterTap, attach_replay
+from r3.routing import RouterTap, attach_replay, routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from tests.ranks.oracle_cases import (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from r3.models.shape import ModelShape
-from r3.routing.replay import Replay, attach_replay
+from r3.routing import Replay, attach_replay
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from tests.tiny import tiny_config

@@ -10,17 +10,22 @@ import torch.distributed as dist
 
 from r3.config import Config, with_values
 from r3.metrics import Mean, Meter
-from r3.models.hf_checkpoint import read_small_files
+from r3.models import read_small_files
 from r3.policy import Policy
-from r3.run.checkpointer import Checkpointer
-from r3.run.due import Saver, export_last
-from r3.run.ends import StopRequest
-from r3.run.folder import RunDir, step_folders
-from r3.run.open import Opened
-from r3.run.session import Phases, Session
+from r3.run import (
+    Checkpointer,
+    Opened,
+    Phases,
+    RunDir,
+    Saver,
+    Session,
+    StopRequest,
+    export_last,
+    step_folders,
+)
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
-from r3.sync.weights import WeightStream
+from r3.sync import WeightStream
 from tests.policies import batches_of, build, one_update
 from tests.tiny import tiny_config
 

@@ -9,15 +9,14 @@ import torch
 
 from r3.algo.packing import with_advantages
 from r3.config import OF_OBJECTIVE, with_values
-from r3.data.prompts import Dataset, load_prompts
-from r3.data.rows import columns_of
+from r3.data import Dataset, columns_of, load_prompts
 from r3.metrics import Mean
 from r3.objectives.rows import as_rollout
 from r3.policy import Policy
 from r3.policy.weight_slots import named
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync import PackingSpec, distribute
 from r3.types import Batch, Sample
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config

@@ -15,7 +15,7 @@ from r3.config import with_values
 from r3.layers import local_tokens
 from r3.policy import Passes, Policy, policy_loss
 from r3.runtime.device import Device
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync import PackingSpec, distribute
 from r3.types import Batch, Rollout, Sample
 from tests.policies import LENGTHS, batches_of, build, one_update, train_step
 from tests.tiny import random_rollouts, tiny_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3.models.hf_checkpoint import CheckpointReader
+from r3.models import CheckpointReader
 from tests.families import family_checkpoint
 from tests.ranks import lora_cases as cases
 from tests.world import run_world

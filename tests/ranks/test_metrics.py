@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from r3.metrics import Max, Mean, Meter, Sum
-from r3.run.folder import RunDir, read_metrics
+from r3.run import RunDir, read_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config

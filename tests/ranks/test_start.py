@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from r3.config import ConfigError, with_values
 from r3.rollout import read_task
-from r3.run.open import Opened
-from r3.run.session import RankError, require_one_start
+from r3.run import Opened, RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
 from r3.tools.beside.machine import require_engines_within_machines

@@ -73,6 +73,7 @@ EXTRAS = {
     "quantised",
     "tools",
 }
+OWN = {"__version__", "names_of"}  # names of r3/__init__.py, which imports no package
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py")
 MAY_IMPORT = {
@@ -111,7 +112,7 @@ def package_of(name: str) -> str | None:
     itself.
     """
     parts = name.split(".")
-    return parts[1] if parts[0] == "r3" and len(parts) > 1 and parts[1] != "__version__" else None
+    return parts[1] if parts[0] == "r3" and len(parts) > 1 and parts[1] not in OWN else None
 
 
 def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:

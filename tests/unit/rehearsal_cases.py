@@ -22,16 +22,15 @@ from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.backends.dispatch import Transfer
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
-from r3.judges.model import Batches
+from r3.judges import Batches
 from r3.layers import LocalTokens, local_tokens
+from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.models.tensors import Experts
 from r3.policy import Policy, memory, scoring
+from r3.runtime import SideStream, Stash
 from r3.runtime.device import Device, prepare_environment, seed_everything, select_device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
-from r3.runtime.tensors import SideStream, Stash
-from r3.sync.rollouts import pack_for
-from r3.sync.weights import WeightStream
+from r3.sync import WeightStream, pack_for
 from r3.types import Batch
 from tests.fake_cuda import Order, fake_world
 from tests.policies import in_backward, step_rewards, train_step

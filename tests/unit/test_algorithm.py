@@ -12,9 +12,9 @@ from r3 import checks, extras
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError
 from r3.rollout import read_task
-from r3.run.ends import failure_text
-from r3.tools.contract import example_inputs, example_rewards
-from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
+from r3.run import failure_text
+from r3.tools import example_inputs, example_rewards
+from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
 
 pytestmark = pytest.mark.unit

@@ -13,9 +13,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets, extras
 from r3.config import RewardConfig
-from r3.data.prompts import load_prompts
-from r3.data.rows import Columns
-from r3.data.sources import read_rows
+from r3.data import Columns, load_prompts, read_rows
 from r3.rewards import CallError, Score, exact, gsm8k
 from r3.types import Prompt
 from tests.rows import write

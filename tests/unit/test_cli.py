@@ -18,10 +18,9 @@ from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS
 from r3.cli import parse as cli
 from r3.config import SETTINGS, Problem, to_yaml, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.models.families import FAMILIES, PROOFS
+from r3.models import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
-from r3.run.folder import RunDir
-from r3.run.open import open_run
+from r3.run import RunDir, open_run
 from tests.errors import Capsys, Patch, too_wide
 from tests.sweeps import sweep
 

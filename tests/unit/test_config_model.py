@@ -15,8 +15,13 @@ from safetensors.torch import load_file, save_file
 from r3 import checks
 from r3.assets import TINY_MOE
 from r3.config import with_values
-from r3.models.files import checkpoint_faults, checkpoint_tensors, weight_files
-from r3.models.hf_checkpoint import CheckpointError, CheckpointReader
+from r3.models import (
+    CheckpointError,
+    CheckpointReader,
+    checkpoint_faults,
+    checkpoint_tensors,
+    weight_files,
+)
 from r3.models.shape import ModelShape, ShapeError
 from tests.families import family_checkpoint
 from tests.settings import TINY, found

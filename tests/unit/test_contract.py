@@ -15,7 +15,7 @@ from torch import Tensor
 from r3.algo.advantage import ADVANTAGES
 from r3.algo.loss import LOSSES, Bounds, LossInputs
 from r3.check_loss import main
-from r3.tools.contract import (
+from r3.tools import (
     ADVANTAGE_CHECKS,
     ADVICE,
     LOSS_CHECKS,

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from r3.config import ConfigError, EnvConfig, parse_value, with_values
-from r3.data.prompts import DataError, load_prompts
-from r3.data.rows import Columns
-from r3.data.template import Renderer
+from r3.data import Columns, DataError, Renderer, load_prompts
 from r3.extras import check
 from r3.rollout import ConversationSetup, Task, read_task
 from tests.rows import parquet, write

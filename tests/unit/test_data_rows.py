@@ -12,9 +12,7 @@ import pytest
 
 from r3 import checks
 from r3.config import Config, RewardConfig
-from r3.data.prompts import DataError, load_prompts
-from r3.data.rows import Columns, columns_of
-from r3.data.sources import read_rows
+from r3.data import Columns, DataError, columns_of, load_prompts, read_rows
 from r3.rewards.scorer import _conversation
 from r3.rollout import readable
 from tests.rows import OPTIONS, parquet, write

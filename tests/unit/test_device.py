@@ -17,8 +17,8 @@ from torch.multiprocessing import reductions
 
 from r3 import extras
 from r3.models.shape import ModelShape
+from r3.runtime import Stash, ipc_arguments, to_host
 from r3.runtime.device import Device, free_port, prepare_environment, seed_everything
-from r3.runtime.tensors import Stash, ipc_arguments, to_host
 from tests.memory import lock_page, resident_bytes
 from tests.tiny import tiny_config
 

@@ -18,8 +18,8 @@ from r3.engine.direct_weights import (
     part_of_rank,
     pieces_of,
 )
+from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.models.tensors import Experts
 from tests.families import family
 from tests.tiny import tiny_config
 

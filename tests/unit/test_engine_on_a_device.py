@@ -24,8 +24,8 @@ from r3.engine.build import (
 )
 from r3.metrics.console import stage
 from r3.models.shape import ModelShape
+from r3.runtime import say
 from r3.runtime.device import Device, programs_on
-from r3.runtime.terminal import say
 from tests.families import family
 from tests.tiny import tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 
 from r3.config import EnvConfig
 from r3.envs import Environments
-from r3.user_code.workers import Done
+from r3.user_code import Done
 from tests.environments import collect, prompt, said
 
 pytestmark = pytest.mark.unit

@@ -22,10 +22,9 @@ from r3.envs import Environments, checked_step
 from r3.models.shape import ModelShape
 from r3.rewards import number, own_copy
 from r3.rewards.scorer import make_scorer
-from r3.tools.contract import example_inputs, example_rewards
+from r3.tools import example_inputs, example_rewards
 from r3.types import Prompt
-from r3.user_code.algorithm import advantage_of, bounds_of, loss_of
-from r3.user_code.loading import load
+from r3.user_code import advantage_of, bounds_of, load, loss_of
 from tests.environments import collect, said
 from tests.rounds import play_round
 from tests.tiny import random_rollouts

@@ -15,10 +15,8 @@ import torch
 
 from r3.rewards.scorer import RewardError
 from r3.rollout import DroppedError, EnvironmentFailed, NoSignalError
+from r3.run import FailureReport, RunDir, SaveError, StopRequest, failure_text, resume_command
 from r3.run.checkpoint import UnsoundError
-from r3.run.checkpointer import SaveError
-from r3.run.ends import FailureReport, StopRequest, failure_text, resume_command
-from r3.run.folder import RunDir
 
 pytestmark = pytest.mark.unit
 

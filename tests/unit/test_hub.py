@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets, extras
 from r3.cli import parse as cli
-from r3.models.hf_checkpoint import CheckpointReader, read_small_files
+from r3.models import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
 from tests.hub import Hub, serving, sha_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from r3.runtime.limits import host_gib, host_processors, openmp_threads
+from r3.runtime import host_gib, host_processors, openmp_threads
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from r3.config import ConfigError
-from r3.run.open import hold
+from r3.run import hold
 from r3.run.prepare import require_free
 from r3.runtime.device import free_port
 from tests.world import ROOT
@@ -200,7 +200,7 @@ def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user_names_file_and_owner() -> None:
-    from r3.run.state import RunState
+    from r3.run import RunState
 
     with tempfile.TemporaryDirectory() as above:
         folder = Path(above) / "run"

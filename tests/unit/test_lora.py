@@ -18,24 +18,22 @@ from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.lora.adapters import QuantisedWeight
-from r3.lora.peft import (
+from r3.lora import (
+    QuantisedWeight,
+    adapted_tensors,
     adapter_config,
+    adapter_fault,
     adapter_notes,
     adapter_reader,
     joined_in,
     lost_in_peft,
-    write_adapter,
-)
-from r3.lora.plan import (
-    adapted_tensors,
-    adapter_fault,
     matrices,
     other_base,
     quantised_tensors,
     scale_in,
+    write_adapter,
 )
-from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
+from r3.models import CheckpointReader, write_checkpoint
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import fit, host_memory, memory
 from tests.families import (

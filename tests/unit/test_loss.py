@@ -26,7 +26,7 @@ from r3.algo.loss import (
     minirl,
     ppo_clip,
 )
-from r3.tools.contract import loss_fault
+from r3.tools import loss_fault
 
 pytestmark = pytest.mark.unit
 

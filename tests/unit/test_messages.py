@@ -22,15 +22,12 @@ from safetensors.torch import load_file, save_file
 from r3 import assets
 from r3.checks import problems
 from r3.config import Config, ConfigError, RewardConfig, from_yaml
-from r3.data.prompts import DataError
-from r3.data.rows import Columns
-from r3.data.sources import read_rows
-from r3.data.template import Renderer
+from r3.data import Columns, DataError, Renderer, read_rows
 from r3.models.shape import ModelShape, ShapeError
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt
-from r3.user_code.loading import UserFileError, load, time_limit
+from r3.user_code import UserFileError, load, time_limit
 from tests.settings import found, found_in_files
 from tests.tiny import responded, tiny_config
 

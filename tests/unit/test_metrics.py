@@ -48,7 +48,7 @@ from r3.metrics import (
     is_wall_clock,
 )
 from r3.metrics.console import COLUMNS, Console, notes, stage, step_line
-from r3.run.folder import RunDir, read_metrics, truncate_metrics
+from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config
 

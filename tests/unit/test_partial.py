@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 
 from r3.algo.packing import pack
-from r3.data.prompts import Dataset, prompts_from, prompts_of_step
+from r3.data import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
-from r3.partial import source
-from r3.partial.source import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
-from r3.routing.ledger import admit
-from r3.run.folder import RunDir
+from r3.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, source, to_files
+from r3.routing import admit
+from r3.run import RunDir, RunState
 from r3.run.manifest import damage_of, measure_durably, write_manifest
-from r3.run.state import RunState
 from r3.runtime.mesh import Axis
-from r3.sync.rollouts import send_samples
-from r3.tools.dumps import join_arrays, read_rollouts, rollout_facts, write_rollouts
+from r3.sync import send_samples
+from r3.tools import join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
 from tests.tiny import QUESTION, random_rollouts, tiny_config
 

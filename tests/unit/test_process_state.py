@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.runtime.process import Surroundings
-from r3.runtime.terminal import open_missing
-from r3.user_code.loading import load
+from r3.runtime import Surroundings, open_missing
+from r3.user_code import load
 from tests.runs import program
 from tests.world import ROOT
 

@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.data.prompts import DataError, Dataset, load_prompts, prompts_of_step, turns
-from r3.data.rows import Columns
+from r3.data import Columns, DataError, Dataset, load_prompts, prompts_of_step, turns
 from r3.types import Prompt
 from tests.rows import OPTIONS, write
 

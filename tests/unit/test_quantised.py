@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.models.files import checkpoint_faults, text_name
-from r3.models.hf_checkpoint import (
+from r3.models import (
     CheckpointError,
     CheckpointReader,
+    checkpoint_faults,
     joined,
     read_small_files,
+    text_name,
     write_checkpoint,
 )
 from r3.models.shape import ModelShape, ShapeError

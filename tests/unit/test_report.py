@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from r3 import assets
-from r3.run.folder import RunDir
-from r3.tools.dumps import read_rollouts
+from r3.run import RunDir
+from r3.tools import read_rollouts
 from tests.run_folder import (
     GROUPS,
     SAMPLES,

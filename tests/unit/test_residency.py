@@ -9,7 +9,7 @@ import torch
 
 from r3.metrics import Max
 from r3.runtime.device import Device
-from r3.sync.residency import Residency, State
+from r3.sync import Residency, State
 
 pytestmark = pytest.mark.unit
 

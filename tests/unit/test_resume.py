@@ -19,12 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from r3 import assets
 from r3.config import ConfigError, from_yaml
-from r3.models.hf_checkpoint import read_small_files
+from r3.models import read_small_files
 from r3.rollout import read_task
-from r3.run.folder import RunDir, step_folders
-from r3.run.open import Opened, ResumeError, newest_whole, open_run
+from r3.run import Opened, ResumeError, RunDir, RunState, newest_whole, open_run, step_folders
 from r3.run.prepare import digests_of
-from r3.run.state import RunState
 from r3.runtime.mesh import Axis
 from tests.run_folder import publish
 from tests.tiny import tiny_config

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from r3.config import ConfigError, RewardConfig
-from r3.judges.model import Batches, RewardModel
+from r3.judges import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.runtime.device import Device
 from r3.types import Rollout

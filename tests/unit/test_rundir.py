@@ -18,7 +18,7 @@ import pytest
 
 from r3 import assets, export
 from r3.config import ConfigError, to_yaml
-from r3.run.folder import (
+from r3.run import (
     RunDir,
     read_jsonl,
     read_metrics,
@@ -28,7 +28,7 @@ from r3.run.folder import (
     write_json,
     write_text,
 )
-from r3.tools.dumps import read_rollouts, write_rollouts
+from r3.tools import read_rollouts, write_rollouts
 from r3.types import Prompt, Rollout, TrainedSample
 from tests.settings import changed
 from tests.tiny import coded_rollout

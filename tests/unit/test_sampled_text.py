@@ -18,7 +18,7 @@ import pytest
 from r3 import extras
 from r3.agents import message_parser, sampling_faults
 from r3.config import EnvConfig, RewardConfig
-from r3.data.template import Renderer
+from r3.data import Renderer
 from r3.engine import Sampling
 from r3.envs import (
     ENVIRONMENTS,
@@ -32,7 +32,7 @@ from r3.envs import (
 )
 from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
-from r3.user_code.loading import time_limit
+from r3.user_code import time_limit
 
 pytestmark = pytest.mark.unit
 

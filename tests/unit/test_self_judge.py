@@ -11,7 +11,7 @@ import pytest
 
 from r3 import checks, extras
 from r3.config import RewardConfig
-from r3.data.template import Renderer
+from r3.data import Renderer
 from r3.engine import Sampled, Turn
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task

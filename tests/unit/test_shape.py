@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 
 from r3 import assets
 from r3.configs import KNOWN_SHAPES
-from r3.models import families
-from r3.models.families import implied_keys
-from r3.models.files import checkpoint_faults, checkpoint_tensors
-from r3.models.hf_checkpoint import (
+from r3.models import (
     CheckpointError,
     CheckpointReader,
+    checkpoint_faults,
+    checkpoint_tensors,
+    families,
+    implied_keys,
     joined,
     read_small_files,
     with_end_tokens,

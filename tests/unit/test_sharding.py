@@ -20,10 +20,10 @@ import torch
 from r3.config import ParallelConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.extras import dry_run
+from r3.models import Shard, ShardId, SyncPlan, collect
 from r3.models.shape import ModelShape
-from r3.models.tensors import Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import named
-from r3.sync.weights import gather
+from r3.sync import gather
 from r3.tools.planning.sync import Traffic, planned_shards, sync_plans
 from tests.families import family
 from tests.memory import peak_bytes

@@ -8,8 +8,7 @@ import pytest
 
 from r3.checks import data
 from r3.cli import parse
-from r3.data import prompts, sources
-from r3.data.rows import Columns
+from r3.data import Columns, prompts, sources
 from tests import shipped_rows
 from tests.tiny import FEW_ROWS
 

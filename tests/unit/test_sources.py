@@ -20,9 +20,7 @@ import pytest
 from r3 import extras
 from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
-from r3.data.prompts import DataError, load_prompts
-from r3.data.rows import Columns, columns_of
-from r3.data.sources import files_of, read_rows
+from r3.data import Columns, DataError, columns_of, files_of, load_prompts, read_rows
 from r3.rollout import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found

@@ -26,10 +26,10 @@ from r3.rollout import (
     reward_metrics,
 )
 from r3.runtime.mesh import Axis
-from r3.sync.rollouts import PackingSpec, gather_lengths
-from r3.tools.dumps import trained_samples
+from r3.sync import PackingSpec, gather_lengths
+from r3.tools import trained_samples
 from r3.types import Batch, Rollout, Sample
-from r3.user_code.algorithm import advantage_of
+from r3.user_code import advantage_of
 from tests.tiny import random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from r3 import assets, extras
 from r3.checks import problems, warnings
 from r3.config import OF_OBJECTIVE, with_values
-from r3.data.prompts import DataError, Dataset, load_prompts
-from r3.data.rows import Columns
+from r3.data import Columns, DataError, Dataset, load_prompts
 from r3.models.shape import ModelShape
 from r3.runtime.mesh import Axis
 from r3.tools.planning.memory_plan import memory

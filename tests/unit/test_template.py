@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError, EnvConfig
-from r3.data.prompts import load_prompts
-from r3.data.template import Renderer, load_tokenizer
+from r3.data import Renderer, load_prompts, load_tokenizer
 from r3.envs import Calculator, Chat
 from r3.rollout import ConversationSetup
 from tests.rows import OPTIONS, write

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from r3.config import ConfigError
-from r3.data.prompts import DataError, load_prompts
-from r3.data.rows import Columns
-from r3.data.template import Renderer
+from r3.data import Columns, DataError, Renderer, load_prompts
 from r3.envs import Chat
 from r3.types import Prompt
 from tests.rows import write

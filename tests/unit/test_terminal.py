@@ -13,9 +13,8 @@ import pytest
 from r3 import check_loss, report, show, watch
 from r3.metrics.console import Console
 from r3.rewards.scorer import RewardError
-from r3.run.ends import failure_text
-from r3.run.folder import RunDir, write_json, write_text
-from r3.runtime.terminal import say, visible
+from r3.run import RunDir, failure_text, write_json, write_text
+from r3.runtime import say, visible
 from tests.run_folder import write_run
 
 pytestmark = pytest.mark.unit

@@ -16,8 +16,7 @@ import torch
 from r3.config import AlgoConfig, ConfigError, EnvConfig, RewardConfig
 from r3.envs import Environments
 from r3.rewards.scorer import RewardError, make_scorer
-from r3.user_code.algorithm import advantage_of
-from r3.user_code.loading import forget_files, load
+from r3.user_code import advantage_of, forget_files, load
 from tests.environments import collect, prompt, said
 from tests.tiny import responded
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3 import show
-from r3.run.folder import RunDir
+from r3.run import RunDir
 from tests.run_folder import GROUPS, SAMPLES, report_data, write_run
 
 pytestmark = pytest.mark.unit

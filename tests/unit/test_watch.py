@@ -12,7 +12,7 @@ import pytest
 
 from r3 import watch
 from r3.config import from_yaml, to_yaml, with_values
-from r3.run.folder import RunDir, write_json
+from r3.run import RunDir, write_json
 from tests.run_folder import write_run
 
 pytestmark = pytest.mark.unit

@@ -17,9 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from r3.run.folder import RunDir, write_json
-from r3.run.open import hold
-from r3.run.watchdog import ENDS_RANK, Watchdog
+from r3.run import ENDS_RANK, RunDir, Watchdog, hold, write_json
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from r3.user_code.loading import load
-from r3.user_code.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError
+from r3.user_code import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -18,7 +18,7 @@ from r3.envs import is_workflow
 from r3.rewards.scorer import make_scorer
 from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut, limit_notes
 from r3.types import Rollout
-from r3.user_code.loading import load
+from r3.user_code import load
 from tests.rounds import numbered, play_round
 from tests.settings import found_in_files
 from tests.talkers import values
