@@ -45,7 +45,7 @@ from r3.sync.rollouts import PackingSpec, distribute, share_out
 from r3.sync.weights import sync_weights
 from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
-from r3.tools.proof import prove_sync, prove_weights, sync_tolerance
+from r3.tools.proof import prove_sync, prove_weights, sync_tolerance, turned
 from r3.types import Batch, Rollout
 
 _JOIN_S = 120.0  # that a rank of --fast waits for the others
@@ -209,19 +209,33 @@ def check_routers(context: DoctorContext) -> str:
 
 
 def check_sync(context: DoctorContext) -> str:
-    """Check that the engine takes the policy's weights and computes what the policy computes."""
+    """Check that the engine takes the policy's weights and decodes what the policy computes.
+
+    Three syncs: of the model's weights, of quite different ones, and of the model's again.
+    """
     run = context.run
-    config = run.config
-    run.residency.move(State.SYNC)
-    sync_weights(run.weights, run.engine, run.device, run.mesh, policy_version=0)
-    run.residency.move(State.GENERATE)
-    compared = prove_weights(run.weights, run.engine, run.mesh)
-    prompts = run.task.prompts.prompts[:4]
-    worst = prove_sync(run.engine, run.policy, prompts, config, run.mesh)
+    config, prompts = run.config, run.task.prompts.prompts[:4]
+
+    def proved(version: int) -> tuple[int, float]:
+        if not run.engine.is_asleep:
+            run.residency.move(State.TRAIN)
+        run.residency.move(State.SYNC)
+        sync_weights(run.weights, run.engine, run.device, run.mesh, policy_version=version)
+        run.residency.move(State.GENERATE)
+        compared = prove_weights(run.weights, run.engine, run.mesh)
+        return compared, prove_sync(run.engine, run.policy, prompts, config, run.mesh)
+
+    compared, worst = proved(0)
+    others = 0.0
+    if not run.policy.makes_weights:  # those of a quantised base cannot be changed
+        with turned(run.policy, run.weights):
+            _, others = proved(1)
+        _, worst = proved(0)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
     return (
-        f"{compared} tensors of the engine are the policy's, bit for bit; log-probabilities differ "
-        f"by at most {worst:.1e} (limit {limit:g})"
+        f"{compared} tensors of the engine are the policy's, bit for bit; log-probabilities of "
+        f"decoded tokens differ by at most {worst:.1e}, with other weights between two syncs by "
+        f"{others:.1e} (limit {limit:g})"
     )
 
 

@@ -17,7 +17,7 @@ one when it is needed, and says when that is.
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.download` | `hub:` in the place of a model's folder |
-| `tools.proof` | the first sync of a run, `debug.prove_sync_every` |
+| `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
 | `partial` | `rollout.step_token_budget` |

@@ -239,8 +239,8 @@ class DebugConfig:
 
     prove_sync_every: int = setting(0, ge=0, needs="sampling")
     """Steps between checks of the weight sync, which compare every weight of the engine with the
-    policy's, then log-probabilities of both on a few tokens. The first sync is always checked. 0:
-    no further checks."""
+    policy's, then log-probabilities of a few tokens that the engine decodes. The first two syncs
+    are always checked. 0: no further checks."""
     stall_s: float = setting(600.0, ge=0, le=LONGEST_S)
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
     kill_after_s: float = setting(900.0, ge=0, le=LONGEST_S)

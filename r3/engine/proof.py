@@ -60,6 +60,7 @@ def compare(
 
         model = worker.model_runner.get_model()
         rank = worker.vllm_config.parallel_config.rank % _tp_size(worker)
+        equal, different = 0, []
         parameters: dict[str, torch.Tensor] = {}
         pieces: dict[str, list[Piece]] = {}
         experts: dict[int, tuple[StackedExperts, Callable[[torch.Tensor], torch.Tensor]]] = {}
@@ -68,7 +69,9 @@ def compare(
         for name, parameter in model.named_parameters():
             path, _, leaf = name.rpartition(".")
             module = modules[path]
-            if leaf in DERIVED:  # the log-probabilities cover them
+            if leaf in DERIVED:
+                if not torch.equal(parameter, _latent(module, leaf)):
+                    different.append(f"{name} (made of kv_b_proj)")
                 continue
             if isinstance(module, RoutedExperts):
                 is_weight = leaf in expert_leaves(shape).values()
@@ -82,10 +85,12 @@ def compare(
             parameters[name] = (
                 _effective(module, parameter.data) if leaf == "weight" else parameter.data
             )
+            plain = getattr(module, "_cpu_unpacked_conv_weight", None)
+            if leaf == "weight" and plain is not None and not _holds(plain, parameters[name]):
+                different.append(f"{name} (its unpacked copy)")
             for source, piece in pieces_of(name, len(parameters[name]), module, shape):
                 pieces.setdefault(source, []).append(piece)
 
-        equal, different = 0, []
         seen: set[str] = set()
         with torch.no_grad():
             for key, full in weights:
@@ -176,6 +181,23 @@ def _unpacked(module: Any, weight: torch.Tensor) -> torch.Tensor:
     plain = torch.empty_like(pairs)
     plain[moved.long()] = weight.view(torch.int32).flatten()
     return plain.view(made.dtype).view(made.shape)
+
+
+def _holds(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    return torch.equal(copy.flatten(), weight.flatten())
+
+
+def _latent(module: Any, leaf: str) -> torch.Tensor:
+    """What decoding with latent attention reads in place of kv_b_proj, as vLLM makes it at the end
+    of a load.
+    """
+    weight = _effective(module.kv_b_proj, module.kv_b_proj.weight.data)
+    rows = weight.unflatten(
+        0, (module.num_heads, -1)
+    )  # of keys and values, [heads, P + V, latents]
+    keys, values = rows.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+    made = {"W_UV": values.transpose(1, 2), "W_UK_T": keys, "W_UK": keys.permute(2, 0, 1)}
+    return made[leaf]
 
 
 def _packing(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -29,7 +29,7 @@ class Sampling:
         top_p: nucleus mass; 1 is off.
         top_k: number of likeliest tokens to draw from; 0 is off.
         stop: strings that end a turn; their tokens stay in it.
-        stop_tokens: tokens that end a turn.
+        stop_tokens: tokens that end a turn; without any, only its length does.
     """
 
     temperature: float = 1.0
@@ -139,6 +139,7 @@ class Sampler:
             stop=list(how.stop),
             include_stop_str_in_output=bool(how.stop),
             stop_token_ids=list(how.stop_tokens),
+            ignore_eos=not how.stop_tokens,
             detokenize=bool(how.stop),
             skip_special_tokens=False,  # a stop string may be one, such as </tool_call>
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -35,7 +35,8 @@ class TokenScores:
     Attributes:
         logprobs: log-probability of each target.
         entropy: entropy of the distribution at each position.
-        rollout_logprobs, loss_mask, sampled: the micro-batches' values for the same tokens.
+        rollout_logprobs, loss_mask, sampled, positions: the micro-batches' values for the same
+            tokens.
         compared: 1 at loss tokens that the engine sampled with the policy's present weights. Tokens
             of older policy versions are excluded.
         ledger: what replay did; `ledger.recorded` has the routes if the pass recorded them.
@@ -46,6 +47,7 @@ class TokenScores:
     rollout_logprobs: tuple[torch.Tensor, ...]
     loss_mask: tuple[torch.Tensor, ...]
     sampled: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
     compared: tuple[torch.Tensor, ...]
     ledger: ReplayLedger
 
@@ -101,6 +103,7 @@ class ScoringPolicy:
             rollout_logprobs=tuple(tokens.rollout_logprobs_N for tokens in seen),
             loss_mask=tuple(tokens.loss_mask_N for tokens in seen),
             sampled=tuple(tokens.sampled_N for tokens in seen),
+            positions=tuple(tokens.positions_N for tokens in seen),
             compared=tuple(tokens.loss_mask_N * tokens.current_N for tokens in seen),
             ledger=ledger,
         )

@@ -115,9 +115,10 @@ class Session:
     def sync(self, policy_version: int) -> None:
         """Give the engine the policy's weights and wake it. All ranks must call.
 
-        Every use of the engine starts here, so it never samples from stale weights. The first sync
-        of a run is proved, and that of every `debug.prove_sync_every`-th version: every weight of
-        the engine is compared with the policy's, then log-probabilities of both on four prompts.
+        Every use of the engine starts here, so it never samples from stale weights. The syncs of a
+        start's first two versions are proved, and those of every `debug.prove_sync_every`-th: all
+        weights of the engine are compared with the policy's, then log-probabilities of tokens that
+        it decodes.
 
         Args:
             policy_version: steps behind the weights; the engine takes this version.
@@ -132,7 +133,7 @@ class Session:
             )
             self.residency.move(State.GENERATE)
         every = self.config.debug.prove_sync_every
-        due = not self.proved or (every > 0 and policy_version % every == 0)
+        due = len(self.proved) < 2 or (every > 0 and policy_version % every == 0)
         if due and policy_version not in self.proved:
             self.proved.add(policy_version)
             with self.meter.phase("prove_sync"):

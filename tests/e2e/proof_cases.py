@@ -1,0 +1,115 @@
+"""An engine that keeps something of its old weights after a sync, and what the proof says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.engine.direct_weights import DERIVED
+from r3.runtime.device import Device
+from r3.sync.residency import State
+from r3.sync.weights import SyncError
+from r3.tools.proof import prove_sync, prove_weights, turned
+from tests.engines import World
+from tests.errors import message_of
+from tests.processor import emulate_avx512_bf16
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proofs:
+    """Messages of both proofs after tensors of the engine were put back, by their names.
+
+    Attributes:
+        sound: largest log-probability difference when nothing was.
+        turned: the same with the policy's rows moved on.
+        back: whether the policy's weights came back bit for bit.
+    """
+
+    weights: dict[str, str]
+    decoded: dict[str, str]
+    sound: float
+    turned: float
+    back: bool
+
+
+def kept_tensors(device: Device, *, model: str, dtype: str) -> Proofs:
+    """Sync, change the policy, sync again, and put back each kind of tensor that is made of others.
+
+    Of each kind, those of all layers are put back at once.
+    """
+    if dtype == "bfloat16":
+        emulate_avx512_bf16()
+    half = {"dtype": dtype}
+    world = World(device, tiny_config(model, model=half, engine=half))
+    engine, stream, policy = world.engine, world.stream, world.policy
+    prompts = world.task.prompts.prompts[:4]
+
+    def decoded() -> float:
+        return prove_sync(engine, policy, prompts, world.config, world.mesh)
+
+    world.sync(0)
+    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    old = {kind: [get().clone() for get, _ in places(net, kind)] for kind in kinds(net)}
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    prove_weights(stream, engine, world.mesh)
+    sound = decoded()
+    weights, messages = {}, {}
+    for kind, tensors in old.items():
+        kept = [get().clone() for get, _ in places(net, kind)]
+        for tensor, (_, put) in zip(tensors, places(net, kind), strict=True):
+            put(tensor)
+        engine.reset_cache()
+        weights[kind] = message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
+        messages[kind] = message_of(decoded, SyncError)
+        for tensor, (_, put) in zip(kept, places(net, kind), strict=True):
+            put(tensor)
+        engine.reset_cache()
+    before = [slot.tensor.clone() for slot in policy.slots]
+    with turned(policy, stream):
+        moved = [not torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True)]
+        assert sum(moved) > len(moved) / 2, "most tensors have rows that differ"
+        world.residency.move(State.TRAIN)
+        world.sync(2)
+        prove_weights(stream, engine, world.mesh)
+        with_turned = decoded()
+    back = all(torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True))
+    return Proofs(weights=weights, decoded=messages, sound=sound, turned=with_turned, back=back)
+
+
+def kinds(net: Any) -> list[str]:
+    """Kinds of tensors of an engine that are made of others, or packed."""
+    return [kind for kind in (*DERIVED, "experts", "packed", "unpacked") if places(net, kind)]
+
+
+Place = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
+
+
+def places(net: Any, kind: str) -> list[Place]:
+    """How the tensors of a kind are read and written, in the order of the layers."""
+
+    def of(module: Any, leaf: str) -> Place:
+        def put(tensor: torch.Tensor) -> None:
+            if kind in DERIVED:  # a view of the weight that it is made of
+                getattr(module, leaf).data = tensor
+            else:
+                getattr(module, leaf).data.copy_(tensor)
+
+        return lambda: getattr(module, leaf).data, put
+
+    found = []
+    for module in net.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if kind in DERIVED and kind in own:
+            found.append(of(module, kind))
+        if kind == "experts" and "w13_weight" in own:
+            found.append(of(module, "w13_weight"))
+        if hasattr(module, "_cpu_unpacked_conv_weight"):
+            leaf = {"packed": "weight", "unpacked": "_cpu_unpacked_conv_weight"}.get(kind)
+            found += [of(module, leaf)] if leaf else []
+    return found

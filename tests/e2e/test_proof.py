@@ -1,0 +1,53 @@
+"""The proof of a weight sync by bytes and by what a real engine decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import proof_cases
+from tests.errors import NOTHING
+from tests.families import engine_sizes, family_checkpoint
+from tests.world import run_world
+
+pytestmark = pytest.mark.e2e
+
+
+# What an engine makes of its weights, by the family that has it: latent attention, experts that a
+# CPU packs, and convolutions of gated delta layers that a CPU packs beside a plain copy.
+@pytest.mark.parametrize(
+    ("family", "dtype", "kinds"),
+    [
+        ("deepseek_v3", "float32", {"W_UV", "W_UK_T", "experts"}),
+        ("qwen3_next", "bfloat16", {"experts", "packed", "unpacked"}),
+    ],
+)
+def test_what_stays_as_it_was_is_named(
+    family: str, dtype: str, kinds: set[str], tmp_path: Path
+) -> None:
+    folder = family_checkpoint(tmp_path / "model", family, **engine_sizes(family))
+    (found,) = run_world(proof_cases.kept_tensors, 1, model=str(folder), dtype=dtype)
+    assert found.weights.keys() == kinds
+    said = {
+        **dict.fromkeys(("W_UV", "W_UK_T"), "(made of kv_b_proj)"),
+        **{"experts": "experts.0.gate_proj", "packed": "conv1d.weight"},
+        "unpacked": "conv1d.weight (its unpacked copy)",
+    }
+    for kind in kinds:
+        assert "of the engine are not the policy's" in found.weights[kind], kind
+        assert said[kind] in found.weights[kind], kind
+    # float32: rounding leaves 1e-5. In bfloat16 rounding hides a change of 1 % of the weights.
+    assert found.sound < (5e-5 if dtype == "float32" else 0.3)
+    assert found.turned < (5e-4 if dtype == "float32" else 0.5)
+    assert found.back
+    if dtype == "float32":
+        for kind in ("W_UV", "W_UK_T"):
+            assert (
+                "Its prefill has them: what decoding reads was not renewed" in found.decoded[kind]
+            )
+        # Old experts are the prefill's too.
+        assert "does not have the policy's weights" in found.decoded["experts"]
+        assert "Its prefill has them" not in found.decoded["experts"]
+    else:
+        assert found.decoded["unpacked"] == NOTHING, "only speculative decoding reads it"
