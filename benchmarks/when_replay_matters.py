@@ -1,0 +1,299 @@
+"""Map where a mismatch of routes breaks training, and where replay, or a correction, repairs it.
+
+    .venv/bin/python -m benchmarks.when_replay_matters --short      about ten minutes on two cores
+    .venv/bin/python -m benchmarks.when_replay_matters --hours 2    the next runs of the whole map
+    .venv/bin/python -m benchmarks.when_replay_matters --table      print what the runs so far show
+
+Each run is `train.py tiny` on one rank, with an engine that rounds activations to a few bits of
+mantissa (rounded_engine.py): the mismatch has the cause that it has in a rollout in eight bits. Two
+embedded models give two levels of agreement: tiny-moe has decided routers, those of tiny-moe-ties
+are close to ties, and with 3 bits nearly every token meets another expert in one of its four layers
+there. Every run is one line of results/when_replay_matters.jsonl; runs that are there are skipped,
+so the map is made in pieces.
+
+The rule of collapse was written before the first run. A run collapsed if one of these holds:
+
+- reward: for 20 steps in a row the mean reward of the last 5 steps is below half of the best such
+  mean that the run had before;
+- gradient: the 99th percentile of the gradient norm is above ten times its median. Steps whose
+  gradient norm is below 1e-3 are left out of both: all samples of all groups had the same reward
+  there, and a run that has learnt its task would count as one that broke.
+
+A run that ends with an error counts as collapsed, and the table names its error. A cell says that
+replay matters if live routing collapses in more seeds than replay does, or if the 95 % interval of
+the difference of the final rewards (the mean of the last 20 steps, replay - live, over paired
+seeds, Student's t) does not contain 0. Where that interval lies below 0, replay loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from benchmarks.learning_curve import ENVIRONMENT, ROOT, hardware, source
+from r3.run.folder import read_metrics
+
+RESULTS = ROOT / "benchmarks" / "results" / "when_replay_matters.jsonl"
+ONE_RANK = (
+    *("--parallel.ep", "1", "--checkpoint.every", "0", "--checkpoint.export", "false"),
+    *("--log.tensorboard", "false", "--log.progress", "false"),
+    *("--eval.every", "0", "--replay.shadow_every", "0"),
+)
+FREEZE_ROUTERS = ("--train.freeze", "*.mlp.gate.weight")
+ARMS = {
+    "live": ("--replay.mode", "off"),
+    "r2": ("--replay.mode", "r2"),
+    "r3": (),
+    "live + TIS": ("--replay.mode", "off", "--algo.correction", "token_tis"),
+    "live + IcePop": ("--replay.mode", "off", "--algo.correction", "icepop"),
+    "live + MIS": ("--replay.mode", "off", "--algo.correction", "token_mis"),
+    "r3 + TIS": ("--algo.correction", "token_tis"),
+    "live, routers frozen": ("--replay.mode", "off", *FREEZE_ROUTERS),
+}
+METRICS = ("reward/mean", "optim/grad_norm", "mismatch/k3", "routing/agreement", "rollout/tokens")
+WINDOW, PATIENCE, FINAL = 5, 20, 20
+# Student's t, two sides, 95 %, by degrees of freedom: seeds - 1.
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the map.
+
+    Attributes:
+        model: an embedded model of r3/assets.
+        bits: bits of mantissa of the engine's activations; bfloat16 itself has 7.
+        updates: optimizer updates per step.
+        lr: learning rate.
+        tokens: maximum tokens per response.
+    """
+
+    model: str
+    bits: int
+    updates: int
+    lr: float
+    tokens: int = 40
+
+    def flags(self) -> list[str]:
+        """Return the settings of train.py that make it."""
+        return [
+            *("--model.path", f"r3/assets/{self.model}"),
+            *("--train.updates_per_step", str(self.updates)),
+            *("--train.lr", str(self.lr)),
+            *("--rollout.max_response_tokens", str(self.tokens)),
+        ]
+
+
+# The first is where one GPU showed spikes and a fall: one seed, four updates, 5e-4. The others
+# change one axis of it at a time.
+FIRST = Cell("tiny-moe-ties", 3, 4, 5e-4)
+CELLS = (
+    FIRST,
+    *(Cell(FIRST.model, FIRST.bits, updates, FIRST.lr) for updates in (1, 16)),
+    *(Cell(FIRST.model, bits, FIRST.updates, FIRST.lr) for bits in (7, 1)),
+    *(Cell("tiny-moe", bits, FIRST.updates, FIRST.lr) for bits in (3, 1)),
+    *(Cell(FIRST.model, FIRST.bits, FIRST.updates, lr) for lr in (2e-4, 1e-3)),
+    Cell(FIRST.model, FIRST.bits, FIRST.updates, FIRST.lr, tokens=80),
+)
+
+
+def main() -> None:
+    """Make the runs that are missing, within the time that is given, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--short", action="store_true", help="live and r3, one cell, few steps")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--hours", type=float, default=6.0, help="start no run after these")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--cells", type=int, nargs="+", default=list(range(len(CELLS))))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    words = parser.parse_args()
+    if words.short:
+        words.arms, words.cells, words.seeds, words.steps = ["live", "r3"], [0], [0, 1], 120
+    until = time.monotonic() + 3600 * words.hours
+    known = read(words.out)
+    if not words.table:
+        for seed in words.seeds:  # all arms of a seed before the next: a part is a whole map
+            for cell in (CELLS[number] for number in words.cells):
+                for arm in words.arms:
+                    if key(cell, arm, seed, words.steps) in known or time.monotonic() > until:
+                        continue
+                    line = run(cell, arm, seed, words.steps)
+                    known[key(cell, arm, seed, words.steps)] = line
+                    with words.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                    print(f"{cell} {arm}, seed {seed}: {says(line)}", flush=True)
+    print("\n".join(table(list(known.values()))))
+
+
+def key(cell: Cell, arm: str, seed: int, steps: int) -> str:
+    """Return what a run is known by."""
+    return json.dumps([asdict(cell), arm, seed, steps])
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the runs that were made, by `key`."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    runs = [json.loads(line) for line in lines]
+    return {key(Cell(**run["cell"]), run["arm"], run["seed"], run["steps"]): run for run in runs}
+
+
+def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train once; return the cell, what ran, and the metrics of every step."""
+    with tempfile.TemporaryDirectory(prefix="r3-map-") as folder:
+        began = time.perf_counter()
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "benchmarks.rounded_engine", "tiny", *ONE_RANK),
+                *cell.flags(),
+                *ARMS[arm],
+                *("--train.steps", str(steps), "--train.seed", str(seed), "--log.dir", folder),
+            ],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, "MANTISSA_BITS": str(cell.bits)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        metrics = Path(folder) / "metrics.jsonl"
+        rows = read_metrics(metrics) if metrics.exists() else []
+        steps_made = [row for row in rows if row["step"] > 0]
+        error = done.stdout.splitlines()[-1] if done.returncode else ""
+    return {
+        "cell": asdict(cell),
+        "arm": arm,
+        "seed": seed,
+        "steps": steps,
+        "error": error,
+        "seconds": round(time.perf_counter() - began),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "cpu": hardware()["simd"],
+        **{
+            name: [float(f"{row[name]:.4g}") for row in steps_made if name in row]
+            for name in METRICS
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# The rule
+
+
+def means(rewards: Sequence[float]) -> list[float]:
+    """Return the mean of each step and the `WINDOW` - 1 before it, from the first whole window."""
+    return [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+
+
+def fell(rewards: Sequence[float]) -> int | None:
+    """Return the step at which the reward's rule fires, or None."""
+    best, below = 0.0, 0
+    for step, mean in enumerate(means(rewards), WINDOW):
+        below = below + 1 if mean < best / 2 else 0
+        best = max(best, mean)
+        if below == PATIENCE:
+            return step
+    return None
+
+
+def spread(norms: Sequence[float]) -> float:
+    """Return the 99th percentile of the gradient norms over their median; nan without any."""
+    counted = [norm for norm in norms if norm >= 1e-3]
+    return float(np.quantile(counted, 0.99) / np.median(counted)) if counted else float("nan")
+
+
+def collapsed(line: Mapping[str, Any]) -> str:
+    """Return by which part of the rule a run collapsed; empty if it did not."""
+    if line["error"]:
+        return f"error: {line['error']}"
+    at = fell(line["reward/mean"])
+    if at is not None:
+        return f"reward, step {at}"
+    if spread(line["optim/grad_norm"]) > 10:
+        return f"gradient, p99 {spread(line['optim/grad_norm']):.0f} times the median"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------
+# The table
+
+
+def says(line: Mapping[str, Any]) -> str:
+    """Return a run in one line."""
+    final = fmean(line["reward/mean"][-FINAL:]) if line["reward/mean"] else float("nan")
+    return (
+        f"final reward {final:.3f}, gradient p99/median {spread(line['optim/grad_norm']):.1f}, "
+        f"{collapsed(line) or 'no collapse'}, {line['seconds']} s"
+    )
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a Markdown row for each cell and arm that has runs."""
+    rows = [
+        "| model | bits | updates | rate | tokens | steps | agreement | arm | collapsed "
+        "| final reward | less live | gradient p99 / median |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups = dict.fromkeys((json.dumps(line["cell"]), line["steps"]) for line in lines)
+    for cell, steps in groups:
+        of_cell = [
+            line for line in lines if (json.dumps(line["cell"]), line["steps"]) == (cell, steps)
+        ]
+        replayed = [line["routing/agreement"][0] for line in of_cell if line["routing/agreement"]]
+        live = {line["seed"]: final(line) for line in of_cell if line["arm"] == "live"}
+        for arm in ARMS:
+            runs = [line for line in of_cell if line["arm"] == arm]
+            if not runs:
+                continue
+            pairs = [final(line) - live[line["seed"]] for line in runs if line["seed"] in live]
+            broke = [line for line in runs if collapsed(line)]
+            rows.append(
+                "| "
+                + " | ".join(
+                    [
+                        *(str(value) for value in Cell(**json.loads(cell)).__dict__.values()),
+                        str(steps),
+                        f"{fmean(replayed):.2f}" if replayed else "-",
+                        arm,
+                        f"{len(broke)} of {len(runs)}",
+                        interval([final(line) for line in runs]),
+                        interval(pairs) if arm != "live" else "-",
+                        f"{fmean(spread(line['optim/grad_norm']) for line in runs):.1f}",
+                    ]
+                )
+                + " |"
+            )
+    return rows
+
+
+def final(line: Mapping[str, Any]) -> float:
+    """Return the mean reward of a run's last steps."""
+    return fmean(line["reward/mean"][-FINAL:]) if line["reward/mean"] else float("nan")
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return mean and half of the 95 % interval, which takes two values."""
+    if len(values) < 2:
+        return f"{values[0]:+.3f} (1 seed)" if values else "-"
+    half = T95.get(len(values) - 1, 2.0) * stdev(values) / len(values) ** 0.5
+    return f"{fmean(values):+.3f} ± {half:.3f}"
+
+
+if __name__ == "__main__":
+    main()
