@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of these folders, so that `pytest -m unit` chooses them."""
+    for item in items:
+        if item.path.parent.name in ("unit", "repo"):
+            item.add_marker("unit")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def restored_environment() -> Iterator[None]:
     """What a file of tests leaves in the environment ends with it.

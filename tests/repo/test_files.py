@@ -12,8 +12,6 @@ import pytest
 
 from tests.sources import ROOT, Complaints, imports, nodes
 
-pytestmark = pytest.mark.unit
-
 
 def text_files() -> Iterator[tuple[str, str]]:
     """Every file that git tracks or would track, and can be read as text."""

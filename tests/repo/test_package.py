@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.large]
+pytestmark = [pytest.mark.slow, pytest.mark.large]
 
 ROOT = Path(__file__).resolve().parents[2]
 

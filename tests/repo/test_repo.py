@@ -17,8 +17,6 @@ import pytest
 
 from tests.sources import ROOT, Complaints, imports, nodes
 
-pytestmark = pytest.mark.unit
-
 SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
 
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later

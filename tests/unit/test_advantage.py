@@ -10,8 +10,6 @@ from torch import Tensor
 
 from r3.algo.advantage import ADVANTAGES, overlong_penalty, reinforce_pp
 
-pytestmark = pytest.mark.unit
-
 # Two groups, interleaved. Group 7: rewards 0 1 1 0, mean 1/2, unbiased std sqrt(1/3). Group -3: 2
 # 5, std 3/sqrt(2).
 REWARDS_R = torch.tensor([0.0, 2.0, 1.0, 1.0, 5.0, 0.0])

@@ -17,8 +17,6 @@ from r3.tools import example_inputs, example_rewards
 from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
 
-pytestmark = pytest.mark.unit
-
 MINE = """
 import torch
 

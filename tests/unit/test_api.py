@@ -22,8 +22,6 @@ from r3.configs import PRESETS
 from tests.tiny import FEW_ROWS
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

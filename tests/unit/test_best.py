@@ -32,8 +32,6 @@ from tests.run_folder import publish
 from tests.tiny import tiny_config
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 METRIC = "eval/heldout/accuracy"
 
 

@@ -28,8 +28,6 @@ from r3.rollout import (
 from tests.rounds import numbered, play_round
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
-pytestmark = pytest.mark.unit
-
 ENVIRONMENTS = """
 import time
 

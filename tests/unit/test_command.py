@@ -24,8 +24,6 @@ from tests.sources import ROOT
 from tests.talkers import WITHOUT_CLIENT, values
 from tests.tiny import rewards_of, tiny_config
 
-pytestmark = pytest.mark.unit
-
 AGENT = (
     WITHOUT_CLIENT
     + """

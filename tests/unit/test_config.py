@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -18,16 +19,10 @@ from r3.extras import device_problems
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
 from tests.settings import TINY, changed, found
+from tests.tables import table
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
-
-
-TWO_SETS = [str(WORD_PROBLEMS_EVAL)] * 2
-NAMED = {"eval.path": TWO_SETS, "eval.name": ["a", "b"]}
-HTTP = {"reward.function": "http", "reward.url": "http://h:8000/v1", "reward.model": "grader"}
 
 
 @pytest.mark.parametrize(
@@ -52,104 +47,18 @@ def test_reinforce_pp_needs_no_groups() -> None:
     assert checks.problems(config, 2) == []
 
 
-# Settings of which the first one is wrong, and words of the rule.
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"rollout.group_size": 1}, "needs at least 2"),
-    ({"rollout.group_size": 1, "algo.advantage": "dr_grpo"}, "dr_grpo"),
-    ({"rollout.prompts_per_step": 15}, "multiple of the 2 ranks. Fix: set it to 14 or 16"),
-    ({"rollout.temperature": 0.0}, "between 0.01 and 2"),
-    ({"rollout.top_p": 0.0}, "between 0 and 1 (0 excluded)"),
-    ({"replay.plausibility": 1.5}, "between 0 and 1: it is a fraction"),
-    ({"algo.clip_dual": 1.0}, "0 or above 1"),
-    ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "at least 1"),
-    ({"algo.baseline": "step", "algo.advantage": "reinforce_pp"}, "compares rewards within a"),
-    ({"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"}, "it has no groups"),
-    (
-        {"rollout.max_staleness": 1, "algo.dynamic_sampling": 1, "rollout.step_token_budget": 8},
-        "leaves out groups of this step by their rewards",
-    ),
-    ({"algo.overlong_buffer": 41}, "exceeds rollout.max_response_tokens = 40"),
-    ({"algo.correction": "token_tis", "algo.loss": "minirl"}, "mismatch twice"),
-    ({"algo.correction": "bypass", "algo.loss": "pg"}, "pg has none"),
-    ({"train.lr": float("nan")}, "finite"),
-    ({"train.min_lr": 1.0, "train.lr_schedule": "cosine"}, "must not exceed train.lr"),
-    ({"train.steps": 0}, "at least 1"),
-    ({"train.micro_batch_tokens": 40}, "longest sequence"),
-    ({"data.max_prompt_tokens": 480}, "context of 512 tokens. Fix: set it to at most 472"),
-    ({"rollout.max_response_tokens": 512}, "context of 512"),
-    ({"engine.max_model_len": 600}, "context of 512"),
-    ({"engine.max_model_len": 40}, "do not fit"),
-    ({"engine.kv_cache_gib": 1e-05}, "cannot hold one conversation"),
-    ({"parallel.ep": 4}, "number of ranks, which is 2"),
-    ({"parallel.tp": 4, "parallel.ep": 1}, "number of ranks, which is 2"),
-    ({"parallel.engine_tp": 3}, "number of ranks, which is 2"),
-    ({"train.micro_batch_tokens": 4097, "parallel.tp": 2, "parallel.etp": 1}, "multiple of 2"),
-    ({"reward.function": "gsm9k"}, "neither a built-in reward nor"),
-    ({"reward.function": "missing.py:score"}, "there is no file missing.py"),
-    ({"reward.function": []}, "is empty"),
-    ({"reward.function": ["exact", "exact"]}, "names a function twice"),
-    ({"reward.weights": [1.0, 2.0]}, "has 2 values for the 1 functions"),
-    ({"reward.weights": [0.0]}, "are all 0"),
-    ({"reward.function": ["none", "exact"], "env.name": "guess_number"}, "beside other functions"),
-    ({"reward.function": ["none"]}, "single_turn gives no reward"),
-    ({"reward.function": ["env", "exact"], "env.name": "calculator"}, "calculator gives no reward"),
-    ({"eval.function": ["env"]}, "single_turn gives no reward"),
-    ({"reward.args": ["limit=3"]}, "and none is set"),
-    ({"reward.args": ["limit"]}, "must be key=value or FUNCTION.key=value"),
-    ({"data.template_kwargs": ["tools=1"]}, "must be key=value, for"),
-    ({"eval.samples": 4}, "are identical"),
-    ({"eval.name": "a/b"}, "made of letters, digits"),
-    ({"eval.path": "missing.jsonl"}, "no such file"),
-    ({"eval.name": ["a", "a"], "eval.path": TWO_SETS}, "each of the 2 sets differently"),
-    (
-        {"eval.samples": [1, 1, 1]} | NAMED,
-        "has 3 values for the 2 paths of eval.path. Fix: give one",
-    ),
-    ({"eval.max_prompts": []}, "has 0 values"),
-    ({"eval.samples": [1, 4], "eval.temperature": [1, 0]} | NAMED, "are identical"),
-    ({"eval.pass_at": [1, 8], "eval.samples": 4, "eval.temperature": 1}, "pass@8 needs as many"),
-    ({"eval.pass_at": [0]}, "at least 1"),
-    ({"eval.top_p": [1.5]}, "between 0 and 1 (0 excluded)"),
-    ({"eval.temperature": [float("nan")]}, "finite"),
-    ({"eval.max_tokens": 512}, "context of 512"),
-    ({"eval.env": "chess"}, "there is no such environment. Fix: use one of single_turn"),
-    ({"eval.env": ["single_turn", "calculator"]}, "has 2 values for the 1 paths"),
-    ({"eval.env_args": "limit"}, "must be key=value or SET.key=value"),
-    ({"eval.env_args": "hard.limit=3"}, "names hard, which is no held-out"),
-    ({"eval.env_args": "limit=3"}, "of heldout is a built-in one, which"),
-    ({"eval.function": "gym"}, "scores only tasks of reasoning-gym"),
-    ({"reward.function": "gym", "eval.path": ""}, "and {train} is none"),
-    ({"eval.only": True, "eval.path": ""}, "nothing to evaluate"),
-    ({"data.path": ""}, "is empty"),
-    ({"data.path": "missing.jsonl"}, "no such file"),
-    ({"model.path": ""}, "is empty"),
-    ({"model.path": "Qwen/Qwen3-30B-A3B"}, "write hub:Qwen/Qwen3-30B-A3B"),
-]
-# The message is about another setting.
-WRONG_ELSEWHERE: list[tuple[dict[str, Any], str, str]] = [
-    ({"train.updates_per_step": 3}, "rollout.prompts_per_step", "multiple of"),
-    ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
-    ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
-    ({"parallel.etp": 2}, "parallel.ep", "etp * ep * pp = 4"),
-    (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
-    (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
-    (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
-    (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "no file missing.txt"),
-    (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
-    (HTTP | {"reward.request": ["model=m"]}, "reward.request", "for a field of a chat"),
-    (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
-    (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
-    ({"eval.function": "http", "reward.model": "m"}, "reward.url", "must be the address of a"),
-    ({"reward.function": "model"}, "reward.model_path", "is not a folder"),
-    ({"eval.path": TWO_SETS}, "eval.name", "each of the 2 sets differently. Fix: add --eval.name"),
-]
+def settings_in(text: str) -> dict[str, Any]:
+    """Settings of a table: JSON with places of files in braces."""
+    places = {"train": WORD_PROBLEMS_TRAIN, "eval": WORD_PROBLEMS_EVAL, "ties": TINY_MOE_TIES}
+    for name, path in (places | {"here": __file__}).items():
+        text = text.replace(f"{{{name}}}", str(path))
+    return json.loads(text)
 
 
-@pytest.mark.parametrize(
-    ("values", "field", "rule"),
-    [(values, next(iter(values)), rule) for values, rule in WRONG] + WRONG_ELSEWHERE,
-)
-def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule: str) -> None:
+@pytest.mark.parametrize(("settings", "field", "rule"), table("wrong_settings"))
+def test_one_bad_setting_is_one_problem(settings: str, field: str, rule: str) -> None:
+    values = settings_in(settings)
+    field = field or next(iter(values))
     problems = found(values)
     assert list(problems) == [field]
     message = problems[field]
@@ -343,66 +252,9 @@ KL_IN_REWARD: dict[str, Any] = {"algo.kl_coef": 0.1, "algo.kl_in": "reward"}
 KL_IN_REWARD |= {"algo.kl_estimator": "k1", "algo.advantage": "dr_grpo", "replay.reference": True}
 
 
-GSPO = {"algo.loss": "gspo", "algo.clip_low": 0.0003, "algo.clip_high": 0.0004}
-# Settings of which the first one has no effect, and why.
-IDLE: list[tuple[dict[str, Any], str]] = [
-    ({"train.min_lr": 1e-05}, "train.lr_schedule is"),
-    ({"model.fp32_head": True}, "policy and engine are"),
-    ({"replay.reference": True}, "algo.kl_coef is 0"),
-    ({"algo.kl_estimator": "k1"}, ""),
-    ({"algo.baseline": "step"}, "only workflows reward"),
-    ({"algo.kl_in": "reward"}, "algo.kl_coef is 0"),
-    ({"eval.top_p": 0.9}, "eval.temperature is 0.0"),
-    ({"eval.pass_at": 1}, "eval.samples is 1"),
-    ({"data.weights": 2.0}, "there is one source"),
-    ({"reward.correct": "gsm8k"}, "there is one"),
-    ({"algo.clip_low": 0.1, "algo.loss": "pg"}, ""),
-    ({"algo.clip_dual": 3.0, "algo.loss": "minirl"}, ""),
-    ({"algo.minirl_cap": 3.0}, ""),
-    ({"algo.clip_high": 0.4}, "with one update per step"),
-    ({"algo.clip_dual": 3.0}, "with one update per step"),
-    ({"replay.on_missing": "live", "replay.mode": "off"}, ""),
-    ({"replay.on_missing": "live", "replay.mode": "r2"}, ""),
-    ({"replay.min_coverage": 0.9}, "replay.on_missing is error"),
-    ({"replay.shadow_every": 5, "replay.mode": "r2"}, "replay.mode is r2"),
-    ({"replay.shadow_frac": 0.5, "replay.shadow_every": 0}, "replay.shadow_every is 0"),
-    ({"algo.dynamic_sampling_metric": "reward"}, "algo.dynamic_sampling is 0"),
-    ({"algo.correction_low": 0.5, "algo.correction": "token_tis"}, ""),
-    ({"algo.correction_high": 5.0, "algo.correction": "bypass"}, ""),
-    ({"algo.overlong_penalty": 0.5}, ""),
-    ({"rollout.max_staleness": 2}, ""),
-    ({"engine.memory_fraction": 0.3}, ""),
-    ({"eval.every": 5, "eval.path": ""}, "eval.path is empty"),
-    ({"train.lr": 0.001, "eval.only": True}, "eval.only trains nothing"),
-    ({"algo.loss": "pg", "eval.only": True}, "eval.only trains nothing"),
-    ({"rollout.top_p": 0.9, "eval.only": True}, "eval.only trains nothing"),
-    ({"replay.shadow_every": 0, "eval.only": True}, "eval.only trains nothing"),
-    ({"log.show_every": 1, "eval.only": True}, "eval.only trains nothing"),
-]
-DOUBTFUL: list[tuple[dict[str, Any], str]] = [
-    ({"env.command": "true", "env.keep_reasoning": True}, "no effect: the environment is a"),
-    ({"model.dtype": "float32", "engine.dtype": "bfloat16"}, "the engine rounds every weight"),
-    ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
-    ({**KL_IN_REWARD, "algo.kl_estimator": "k3"}, "biased penalty"),
-    ({**KL_IN_REWARD, "replay.reference": False}, "replay.reference is false: the reference"),
-    ({"algo.teacher": str(TINY_MOE_TIES), "algo.dynamic_sampling": 2}, "algo.dynamic_sampling"),
-    ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip with gspo"),
-    (GSPO | {"train.updates_per_step": 2}, "The paper uses sequence"),
-    ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is a bound of PPO"),
-    ({"algo.loss": "pg", "train.updates_per_step": 2}, "all updates of a step but the first"),
-    ({"rollout.step_token_budget": 20, "rollout.max_staleness": 2}, "no weight pi_old / mu"),
-    ({"train.warmup_updates": 26}, "train.lr is never reached"),
-    ({"rollout.top_p": 0.9}, "mismatch metrics"),
-    ({"eval.path": str(WORD_PROBLEMS_TRAIN)}, "4096 of 4096 questions of eval.path are"),
-]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [(values, f"has no effect: {why}" if why else "has no effect") for values, why in IDLE]
-    + DOUBTFUL,
-)
-def test_what_would_be_ignored_is_said(values: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("settings", "said"), table("ignored_settings"))
+def test_what_would_be_ignored_is_said(settings: str, said: str) -> None:
+    values = settings_in(settings)
     config = changed(values)
     assert checks.problems(config, 2) == []
     (warning,) = checks.examine(config, 2, given=values.keys()).warnings

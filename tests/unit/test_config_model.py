@@ -26,8 +26,6 @@ from r3.models.shape import ModelShape, ShapeError
 from tests.families import family_checkpoint
 from tests.settings import TINY, found
 
-pytestmark = pytest.mark.unit
-
 INDEX = "model.safetensors.index.json"
 HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 

@@ -18,8 +18,6 @@ from r3.tools.planning import memory_plan as plan
 from tests.settings import changed, found, found_in_files
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 def classifier(folder: Path, **changes: Any) -> Path:
     """As much of a reward model as is looked at before a run."""

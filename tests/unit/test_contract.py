@@ -24,8 +24,6 @@ from r3.tools import (
     example_inputs,
 )
 
-pytestmark = pytest.mark.unit
-
 Pair = tuple[Tensor, Tensor]
 
 

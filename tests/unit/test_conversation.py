@@ -18,8 +18,6 @@ from tests.rows import parquet, write
 from tests.templates import tokenizer_of
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 ASKED = {"role": "user", "content": "Tom has 3 books."}
 ANSWER = {"role": "assistant", "content": "#### 3"}
 RESULT = {"role": "tool", "content": "sun"}

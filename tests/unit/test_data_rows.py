@@ -19,8 +19,6 @@ from tests.rows import OPTIONS, parquet, write
 from tests.settings import changed, found
 from tests.tiny import coded_rollout
 
-pytestmark = pytest.mark.unit
-
 PLAIN = Columns()
 NUMBERS = Columns(graded_by=("gsm8k",))
 SYSTEM = Columns(system_prompt="Be brief.")

@@ -22,8 +22,6 @@ from r3.runtime.device import Device, free_port, prepare_environment, seed_every
 from tests.memory import lock_page, resident_bytes
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 def test_deterministic_mode_reaches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")

@@ -23,8 +23,6 @@ from r3.models.shape import ModelShape
 from tests.families import family
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 FULL = torch.arange(40.0).view(10, 4)
 
 

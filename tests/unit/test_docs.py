@@ -17,8 +17,6 @@ from r3.config import SETTINGS
 from r3.metrics import UnknownMetricError, explain
 from tests.pages import MARKER, ROOT, Block, BlockError, blocks, run
 
-pytestmark = pytest.mark.unit
-
 README_WORDS = 1300
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 AREAS = "reward|eval|rollout|env|mismatch|routing|loss|correction|policy|optim|time|perf|memory"

@@ -26,8 +26,6 @@ from tests.talkers import values
 
 openai = pytest.importorskip("openai")
 
-pytestmark = pytest.mark.unit
-
 ASK = [*numbered(1).messages]
 CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]

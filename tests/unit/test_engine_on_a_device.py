@@ -29,8 +29,6 @@ from r3.runtime.device import Device, programs_on
 from tests.families import family
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 SHAPE = ModelShape.read(tiny_config().model.path)
 
 

@@ -13,9 +13,6 @@ from r3.envs import Environments
 from r3.user_code import Done
 from tests.environments import collect, prompt, said
 
-pytestmark = pytest.mark.unit
-
-
 CLOSING = """
 import asyncio, os, time, uuid
 

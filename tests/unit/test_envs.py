@@ -32,8 +32,6 @@ from tests.environments import collect, prompt, said
 from tests.settings import found_in_files
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 def opened(folder: Path, source: str, name: str = "Mine", **settings: Any) -> Environments:
     """Environments of a class in a user's file."""

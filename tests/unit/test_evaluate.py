@@ -8,8 +8,6 @@ import pytest
 
 from r3.rollout import accuracy_metrics, is_graded, none_right, pass_at_k
 
-pytestmark = pytest.mark.unit
-
 
 def value(partial: object) -> float:
     return type(partial).reduce([partial])  # type: ignore[attr-defined,no-any-return]

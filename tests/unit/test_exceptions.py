@@ -19,8 +19,6 @@ from tests.world import ROOT
 
 download = extras.downloads()
 
-pytestmark = pytest.mark.unit
-
 _ROW = RowProblem(file="a.jsonl", line=3, field="answer", rule="is missing", fix="add it")
 # All that take something else than a message. Python itself passes on the others.
 EXCEPTIONS = {

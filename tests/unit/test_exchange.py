@@ -29,8 +29,6 @@ from tests.environments import collect, said
 from tests.rounds import play_round
 from tests.tiny import random_rollouts
 
-pytestmark = pytest.mark.unit
-
 # Each spoils everything that it is handed, and returns how much of it was spoilt before.
 SPOILERS = '''
 def spoil(value):

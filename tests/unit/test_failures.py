@@ -18,8 +18,6 @@ from r3.rollout import DroppedError, EnvironmentFailed, NoSignalError
 from r3.run import FailureReport, RunDir, SaveError, StopRequest, failure_text, resume_command
 from r3.run.checkpoint import UnsoundError
 
-pytestmark = pytest.mark.unit
-
 
 @dataclass(frozen=True)
 class Ended:

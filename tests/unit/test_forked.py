@@ -19,8 +19,6 @@ from tests.runs import program
 from tests.warm import interpreter
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 SCRIPT = """
 import json, os, signal, sys
 word, out = sys.argv[1:]

@@ -11,8 +11,6 @@ from r3.models.shape import ModelShape
 from r3.tools.beside.header import frozen_lines
 from tests.settings import found
 
-pytestmark = pytest.mark.unit
-
 SHAPE = ModelShape.read(TINY_MOE)
 
 

@@ -9,8 +9,6 @@ import pytest
 from tests.world import ROOT
 from tools.gpu_bundle import FATBIN, MISSING, blank, locked
 
-pytestmark = pytest.mark.unit
-
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
     """One entry of a container: kind, size of its head and of its code, architecture."""

@@ -28,8 +28,6 @@ from tests.families import random_checkpoint
 from tests.runs import program
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 
 def programs(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words of a program, without what starts it."""

@@ -9,8 +9,6 @@ from r3.policy.logprobs import Head, logprobs_and_entropy
 from r3.runtime.mesh import Axis
 from tests.halves import errors
 
-pytestmark = pytest.mark.unit
-
 
 def test_gradients_by_halves_keep_16_bits() -> None:
     found = errors("cpu")

@@ -9,8 +9,6 @@ import pytest
 
 from r3.tools.health import Facts, findings
 
-pytestmark = pytest.mark.unit
-
 WELL = Facts(
     host="n1",
     device="NVIDIA H100 0",

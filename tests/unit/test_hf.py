@@ -25,8 +25,6 @@ from r3.models import (
 from r3.models.shape import ModelShape
 from r3.policy.weight_slots import Slot, join_shards, load, split
 
-pytestmark = pytest.mark.unit
-
 MIB = 2**20
 SHAPE = replace(ModelShape.read(assets.TINY_MOE), num_heads=8, num_kv_heads=4, head_dim=4)
 # kind -> HF tensors of one Megatron tensor: hidden size 6, 4 key-value groups of 2 query heads of 4

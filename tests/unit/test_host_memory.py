@@ -15,8 +15,6 @@ import torch
 
 from r3 import extras
 
-pytestmark = pytest.mark.unit
-
 PART = 1 << 16
 host_memory = extras.host_memory()
 

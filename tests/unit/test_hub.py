@@ -27,8 +27,6 @@ from r3.models import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
 from tests.hub import Hub, serving, sha_of
 
-pytestmark = pytest.mark.unit
-
 download = extras.downloads()
 NAME = "hub:owner/tiny"
 WEIGHTS = "model.safetensors"

@@ -15,7 +15,6 @@ import pytest
 from tests.world import ROOT
 
 pytestmark = [
-    pytest.mark.unit,
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="no Triton of that kind"
     ),

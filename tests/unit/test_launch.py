@@ -16,8 +16,6 @@ from r3.cli.parse import parse
 from tests.runs import program
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 _PROGRAMS = {
     "srun": 'echo "srun $*"; while [[ $1 == -* ]]; do shift; done; exec "$@"\n',
     "scontrol": 'case $1 in show) echo node1;; *) echo "requeued $2"; exit $REFUSED;; esac\n',

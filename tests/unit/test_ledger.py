@@ -15,7 +15,6 @@ from r3.types import Rollout, Sample
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
-pytestmark = pytest.mark.unit
 ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 

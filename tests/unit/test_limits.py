@@ -13,8 +13,6 @@ import pytest
 from r3.runtime import host_gib, host_processors, openmp_threads
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 _MIB = 2**20
 _UNLIMITED = "9223372036854771712"  # memory.limit_in_bytes of version 1
 _CASES = {

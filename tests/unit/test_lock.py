@@ -25,8 +25,6 @@ from r3.run.prepare import require_free
 from r3.runtime.device import free_port
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 _HOLDER = (
     "import sys, time\nfrom pathlib import Path\nfrom r3.run.lock import hold\n"
     "hold(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"

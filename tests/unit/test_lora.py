@@ -46,8 +46,6 @@ from tests.families import (
 from tests.settings import changed, found
 from tests.sweeps import sweep
 
-pytestmark = pytest.mark.unit
-
 SHAPE = ModelShape.read(TINY_MOE)
 """Four layers of 8 experts."""
 

@@ -28,8 +28,6 @@ from r3.algo.loss import (
 )
 from r3.tools import loss_fault
 
-pytestmark = pytest.mark.unit
-
 BOUNDS = Bounds(0.2, 0.28, cap=5.0)
 WIDE = Bounds(1.0, 1e9)
 # float32 rounds at 6e-8 relative; exp, log and a product of order 1 lose a few of those.

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from r3.layers import kernels as matmul
 from r3.layers.kernels import is_by_float32, product
 
-pytestmark = pytest.mark.unit
-
 
 class Called(TorchDispatchMode):
     """Dtypes of the operands of the products in the block."""

@@ -31,8 +31,6 @@ from r3.user_code import UserFileError, load, time_limit
 from tests.settings import found, found_in_files
 from tests.tiny import responded, tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

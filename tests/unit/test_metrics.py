@@ -52,8 +52,6 @@ from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 

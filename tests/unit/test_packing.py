@@ -25,8 +25,6 @@ from r3.types import Batch, MicroBatch, Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
-pytestmark = pytest.mark.unit
-
 DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
 # Of an update for one rank with one group.
 ONE: dict[str, int] = {"num_updates": 1, "num_ranks": 1}

@@ -23,8 +23,6 @@ from r3.tools import join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
 from tests.tiny import QUESTION, random_rollouts, tiny_config
 
-pytestmark = pytest.mark.unit
-
 SHAPE = ModelShape.read(tiny_config().model.path)
 ALONE = Axis(name="world", group=None, rank=0, size=1)
 

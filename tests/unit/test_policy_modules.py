@@ -18,8 +18,6 @@ from r3.policy.build import megatron_settings, rounded_gating
 from tests.families import FAMILIES, HYBRID, family
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 def test_installed_variable_length_attention_takes_what_it_is_given() -> None:
     from torch.nn.attention.varlen import varlen_attn

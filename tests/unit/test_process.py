@@ -9,8 +9,6 @@ import pytest
 
 from tests.runs import program
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(("command", "expected"), [("ulimit -Sn 64", None), ("ulimit -n 64", 64)])
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may(

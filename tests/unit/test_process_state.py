@@ -16,8 +16,6 @@ from r3.user_code import load
 from tests.runs import program
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("line", "said"),

@@ -16,8 +16,6 @@ from r3.data import Columns, DataError, Dataset, load_prompts, prompts_of_step, 
 from r3.types import Prompt
 from tests.rows import OPTIONS, write
 
-pytestmark = pytest.mark.unit
-
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 
 

@@ -23,8 +23,6 @@ from r3.models import (
 from r3.models.shape import ModelShape, ShapeError
 from tests.families import family_checkpoint, in_mxfp4, wrapped_checkpoint
 
-pytestmark = pytest.mark.unit
-
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 

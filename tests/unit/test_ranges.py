@@ -19,8 +19,6 @@ from vllm.config import SchedulerConfig
 
 from r3.config import SETTINGS
 
-pytestmark = pytest.mark.unit
-
 
 def ends_of(name: str) -> list[float]:
     """The least and the largest number that a setting accepts; 1e18 without an upper bound."""

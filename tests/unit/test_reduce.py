@@ -29,8 +29,6 @@ from r3.metrics import (
     shadow,
 )
 
-pytestmark = pytest.mark.unit
-
 
 def values(panel: dict[str, Partial]) -> dict[str, float | None]:
     return {

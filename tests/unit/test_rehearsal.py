@@ -16,7 +16,6 @@ from tests.sweeps import sweep
 from tests.unit import rehearsal_cases as cases
 
 pytestmark = [
-    pytest.mark.unit,
     pytest.mark.timeout(600),  # half a minute each on an idle core
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]

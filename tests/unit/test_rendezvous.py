@@ -15,8 +15,6 @@ from r3.launch.rendezvous import addressed, impatient, is_here
 from r3.runtime.device import free_port
 from tests.runs import program
 
-pytestmark = pytest.mark.unit
-
 _RANK = """
 import os
 import torch.distributed as dist

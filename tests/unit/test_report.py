@@ -24,8 +24,6 @@ from tests.run_folder import (
 )
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

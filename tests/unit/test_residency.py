@@ -11,8 +11,6 @@ from r3.metrics import Max
 from r3.runtime.device import Device
 from r3.sync import Residency, State
 
-pytestmark = pytest.mark.unit
-
 
 class Fragmented(Device):
     """A device on which the next measurements of fragments are known."""

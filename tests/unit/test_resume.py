@@ -27,8 +27,6 @@ from r3.runtime.mesh import Axis
 from tests.run_folder import publish
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 REWARD = "def right(response, prompt):\n    return 1.0\n"
 
 

@@ -27,8 +27,6 @@ from tests.families import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier
 from tests.tiny import QUESTION as PROMPT
 from tests.tiny import responded
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:

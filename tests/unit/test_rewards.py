@@ -17,8 +17,6 @@ from r3.types import Prompt
 from tests.settings import found, found_in_files
 from tests.tiny import responded
 
-pytestmark = pytest.mark.unit
-
 EVAL = str(assets.WORD_PROBLEMS_EVAL)
 
 

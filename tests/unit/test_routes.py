@@ -18,8 +18,6 @@ from r3.runtime.mesh import Axis
 from r3.types import Rollout, RouteError
 from tests.tiny import random_rollouts
 
-pytestmark = pytest.mark.unit
-
 TOKENS = 100
 EXPERTS, TOPK = 8, 2
 MOE_LAYERS = (1, 2, 4)  # layers 0 and 3 of the five are dense

@@ -33,8 +33,6 @@ from r3.types import Prompt, Rollout, TrainedSample
 from tests.settings import changed
 from tests.tiny import coded_rollout
 
-pytestmark = pytest.mark.unit
-
 
 def rollout(index: int, tokens: int, *, response: str = "") -> Rollout:
     """Of which two tokens are the prompt."""

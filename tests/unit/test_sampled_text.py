@@ -34,8 +34,6 @@ from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code import time_limit
 
-pytestmark = pytest.mark.unit
-
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
 PROMPT = Prompt(id="rows:0", messages=({"role": "user", "content": "?"},), tokens_T=(), answer="7")

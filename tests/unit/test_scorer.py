@@ -27,8 +27,6 @@ from tests.tiny import FEW_ROWS, tiny_config
 from tests.tiny import QUESTION as PROMPT
 from tests.tiny import responded as rollout
 
-pytestmark = pytest.mark.unit
-
 FUNCTIONS = """
 import asyncio, os, sys, time
 import numpy as np

@@ -19,8 +19,6 @@ from tests.settings import changed, found
 from tests.tiny import FEW_ROWS, responded, tiny_config
 from tests.tiny import QUESTION as PROMPT
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def renderer(tokenizer: Any) -> Renderer:

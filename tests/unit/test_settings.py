@@ -37,8 +37,6 @@ from r3.configs import PRESETS
 from tests.errors import Patch
 from tests.settings import TINY
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_yaml_gives_the_same_config_back(preset: str) -> None:

@@ -34,16 +34,10 @@ from r3.models import (
 from r3.models.shape import ModelShape, ShapeError
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint, wrapped_checkpoint
 from tests.published import LAYOUTS
-
-pytestmark = pytest.mark.unit
+from tests.tables import table
 
 # Ling has no class there, and no tied embeddings in vLLM.
 OF_TRANSFORMERS = [name for name in FAMILIES if name != "ling"]
-REFUSED = [
-    row
-    for row in Path(__file__).with_name("refused_keys.txt").read_text().splitlines()
-    if not row.startswith("#")
-]
 
 
 @pytest.fixture(scope="module")
@@ -381,9 +375,10 @@ def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -
         reader.require(ModelShape.read(folders["mixtral"]))
 
 
-@pytest.mark.parametrize("row", REFUSED)
-def test_what_is_not_supported_is_refused_by_its_key(row: str, folders: dict[str, Path]) -> None:
-    name, keys, rule = row.split(" | ", 2)
+@pytest.mark.parametrize(("name", "keys", "rule"), table("refused_keys"))
+def test_what_is_not_supported_is_refused_by_its_key(
+    name: str, keys: str, rule: str, folders: dict[str, Path]
+) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
         ModelShape.from_hf(hf | json.loads(keys))

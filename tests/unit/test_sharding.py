@@ -28,8 +28,6 @@ from r3.tools.planning.sync import Traffic, planned_shards, sync_plans
 from tests.families import family
 from tests.memory import peak_bytes
 
-pytestmark = pytest.mark.unit
-
 SMALLEST: dict[str, Any] = dict(
     hidden_size=8,
     intermediate_size=8,

@@ -12,8 +12,6 @@ from r3.data import Columns, prompts, sources
 from tests import shipped_rows
 from tests.tiny import FEW_ROWS
 
-pytestmark = pytest.mark.unit
-
 GRADED = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
 OPTIONS: dict[str, Any] = {"max_prompt_tokens": 512}
 

@@ -25,9 +25,6 @@ from r3.rollout import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
 
-pytestmark = pytest.mark.unit
-
-
 ASKED = "Tom has {} books. How many?"
 ROWS: list[dict[str, Any]] = [
     {"question": ASKED.format(i), "answer": f"#### {i}", "level": i} for i in range(3)

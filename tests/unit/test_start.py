@@ -34,8 +34,6 @@ from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:

@@ -32,8 +32,6 @@ from r3.types import Batch, Rollout, Sample
 from r3.user_code import advantage_of
 from tests.tiny import random_rollouts, tiny_config
 
-pytestmark = pytest.mark.unit
-
 ALONE = Axis(name="world", group=None, rank=0, size=1)
 CONFIG = tiny_config(rollout={"group_size": 2, "max_response_tokens": 20})
 SHAPE = ModelShape.read(CONFIG.model.path)

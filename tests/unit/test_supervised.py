@@ -22,8 +22,6 @@ from r3.types import Prompt, Rollout
 from tests.rows import OPTIONS, write
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 ANSWERS: dict[str, Any] = OPTIONS | {"columns": Columns(supervised=True)}
 CHATS: dict[str, Any] = OPTIONS | {
     "columns": Columns(prompt="messages", answer="", supervised=True)

@@ -9,8 +9,6 @@ from r3.config import ConfigError
 from r3.runtime.kernel_switch import KERNELS, VARIABLE, chosen, is_on
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("words", "names"),

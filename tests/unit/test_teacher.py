@@ -20,8 +20,6 @@ from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
 from tests.families import random_checkpoint
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 TEACHER = str(assets.TINY_MOE_TIES)
 DISTILL = with_values(
     tiny_config(),

@@ -16,8 +16,6 @@ from r3.types import Prompt
 from tests.rows import write
 from tests.templates import COLUMNS, TEMPLATES, tokenizer_of
 
-pytestmark = pytest.mark.unit
-
 ONE_NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"name": "add", "description": "Adds.", "parameters": ONE_NUMBER}
 TOOL = {"type": "function", "function": ADD}

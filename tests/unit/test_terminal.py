@@ -17,8 +17,6 @@ from r3.run import RunDir, failure_text, write_json, write_text
 from r3.runtime import say, visible
 from tests.run_folder import write_run
 
-pytestmark = pytest.mark.unit
-
 # What rich takes for markup, a title, a screen that is cleared, C1's introducer, a line that is
 # overwritten, reversed text.
 HOSTILE = "a[/INST]\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"

@@ -18,8 +18,6 @@ from r3.config import Config
 from r3.metrics import TrackerError
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.unit
-
 PASSWORD = "hunter2-hunter2"
 SAMPLES = {name: f"a {name} response" for name in ("best", "worst")}
 

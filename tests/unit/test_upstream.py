@@ -21,8 +21,6 @@ from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import tiny_config
 from tools import upstream
 
-pytestmark = pytest.mark.unit
-
 SIGNATURES: dict[str, dict[str, dict[str, list[str] | None]]] = json.loads(
     upstream.DATA.read_text()
 )

@@ -20,8 +20,6 @@ from r3.user_code import advantage_of, forget_files, load
 from tests.environments import collect, prompt, said
 from tests.tiny import responded
 
-pytestmark = pytest.mark.unit
-
 
 def test_a_run_gets_a_file_and_what_it_imports_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

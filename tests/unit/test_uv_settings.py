@@ -7,11 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tools.uv_settings import variables
-
-pytestmark = pytest.mark.unit
 
 FILE = """
 [global]

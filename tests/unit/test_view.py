@@ -12,8 +12,6 @@ from r3 import show
 from r3.run import RunDir
 from tests.run_folder import GROUPS, SAMPLES, report_data, write_run
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

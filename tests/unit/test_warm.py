@@ -14,7 +14,6 @@ from r3.runtime.device import has_gpu
 from tests.warm import write_stand_in
 
 pytestmark = [
-    pytest.mark.unit,
     pytest.mark.skipif(has_gpu(), reason="CUDA does not survive a fork"),
 ]
 

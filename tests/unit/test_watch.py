@@ -15,8 +15,6 @@ from r3.config import from_yaml, to_yaml, with_values
 from r3.run import RunDir, write_json
 from tests.run_folder import write_run
 
-pytestmark = pytest.mark.unit
-
 LOW = "\u2581"
 
 

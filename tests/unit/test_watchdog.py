@@ -20,8 +20,6 @@ import pytest
 from r3.run import ENDS_RANK, RunDir, Watchdog, hold, write_json
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 STALL_S = 0.2
 HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
 

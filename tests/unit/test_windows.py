@@ -9,8 +9,6 @@ import torch
 
 from r3.layers import Attention, Flash, Plain
 
-pytestmark = pytest.mark.unit
-
 LENGTHS, HEADS, SIZE, SCALE = (5, 5, 17, 1), 3, 8, 0.4
 
 

@@ -18,8 +18,6 @@ import pytest
 from r3.user_code import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
 from tests.world import ROOT
 
-pytestmark = pytest.mark.unit
-
 PLACES: dict[str, Callable[[], Place]] = {
     "here": Here,
     "threads": Threads,

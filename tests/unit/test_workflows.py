@@ -24,8 +24,6 @@ from tests.settings import found_in_files
 from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder
 
-pytestmark = pytest.mark.unit
-
 WORKFLOWS = '''
 import asyncio, random, time
 
