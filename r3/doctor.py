@@ -15,9 +15,11 @@ wrong settings.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, islice, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +29,14 @@ import torch.distributed as dist
 from r3.cli import parse as cli
 from r3.config import Config, EnvConfig, with_values
 from r3.data.prompts import prompts_of_step
-from r3.engine import Sampling
+from r3.engine import Sampling, sampling_seed
+from r3.metrics.reduce import DEPTHS
 from r3.policy.updates import pass_figures
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import read_task
-from r3.routing.replay import RouterTap
+from r3.routing.replay import Mode, RouterTap
 from r3.run.prepare import refusing
 from r3.run.session import Session, build_run, init_rank
 from r3.runtime.device import init_device, leave
@@ -45,11 +48,19 @@ from r3.sync.rollouts import PackingSpec, distribute, share_out
 from r3.sync.weights import sync_weights
 from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
-from r3.tools.proof import prove_sync, prove_weights, sync_tolerance, turned
+from r3.tools.mismatch_watch import growth
+from r3.tools.proof import (
+    prove_sync,
+    prove_weights,
+    sample_single_turn,
+    sync_tolerance,
+    turned,
+)
 from r3.types import Batch, Rollout
 
 _JOIN_S = 120.0  # that a rank of --fast waits for the others
 _SAMPLES, _RESPONSE_TOKENS = 4, 64  # samples per prompt, and their longest response
+_DEPTH_PROMPTS, _DEPTH_TOKENS = 2, 48  # per range of positions, and tokens decoded there
 
 
 @dataclass(kw_only=True)
@@ -342,6 +353,56 @@ def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
     return batch
 
 
+def check_depth(context: DoctorContext) -> str:
+    """Check that the mismatch does not grow with the position in the conversation.
+
+    Prompts of the run, one after the other, fill conversations to the end of each range of
+    `DEPTHS` that the engine's context reaches.
+    """
+    run = context.run
+    multiple, tokens = run.mesh.length_multiples[0], run.config.train.micro_batch_tokens
+    longest = min(run.task.max_model_len - 1, tokens // multiple * multiple)
+    text = list(chain.from_iterable(prompt.tokens_T for prompt in run.task.prompts.prompts))
+    starts = [*DEPTHS.values(), longest]
+    ends = [min(end, longest) for start, end in pairwise(starts) if start + _DEPTH_TOKENS < longest]
+    if len(ends) < 2:
+        return f"conversations of at most {longest + 1} tokens are in one range of positions"
+    prompts = []
+    for end, number in product(ends, range(_DEPTH_PROMPTS)):
+        size = end - _DEPTH_TOKENS
+        part = islice(cycle(text), number * size, (number + 1) * size)
+        first = run.task.prompts.prompts[0]
+        prompts.append(replace(first, id=f"doctor:{end}:{number}", tokens_T=tuple(part)))
+    run.residency.move(State.SYNC)
+    sync_weights(run.weights, run.engine, run.device, run.mesh, policy_version=0)
+    run.residency.move(State.GENERATE)
+    rollouts = sample_single_turn(
+        run.engine,
+        prompts,
+        seeds=[sampling_seed(run.config.train.seed, -3, one.id, 0) for one in prompts],
+        policy_version=0,
+        max_tokens=_DEPTH_TOKENS,
+        temperature=run.config.rollout.temperature,
+        ends=False,
+    )
+    run.residency.move(State.TRAIN)
+    (rollouts, *_) = run.mesh.world.all_gather_object(rollouts if run.engine.is_leader else [])
+    batch = _batch_of(rollouts, run)
+    mode: Mode = "replay" if run.engine.capture else "live"
+    found = pass_figures(run.policy, run.policy.score(batch.micro_batches, mode=mode))
+
+    def of(figure: str) -> dict[str, float]:
+        keys = {depth: f"{figure}_depth/{depth}" for depth in DEPTHS}
+        return {depth: found[key] for depth, key in keys.items() if key in found}
+
+    means, agreement = of("abs_mean"), of("agreement")
+    if grown := growth(means):
+        raise CheckFailed(grown)
+    return "mean |D| and agreement by position: " + ", ".join(
+        f"{depth} {mean:.1e} {agreement.get(depth, math.nan):.2%}" for depth, mean in means.items()
+    )
+
+
 def check_memory(context: DoctorContext) -> str:
     """Check that sleep frees the engine's memory: one more round of sync, generate and train."""
     run = context.run
@@ -377,6 +438,7 @@ CHECKS = (
     Check(name="sync", run=check_sync, needs=("collectives",)),
     Check(name="engine rows", run=check_engine_rows, needs=("sync",)),
     Check(name="replay on and off", run=check_replay, needs=("engine rows",)),
+    Check(name="depth", run=check_depth, needs=("engine rows",)),
     Check(name="memory", run=check_memory, needs=("engine rows",)),
 )
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.nn.functional import one_hot
 
+from r3.metrics.reduce import DEPTHS
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import MicroBatch
 
@@ -53,6 +55,7 @@ class LocalTokens:
         num_captured: number of captured rows.
         real_N: true at those rows that are not filler, [N / tp].
         num_real: number of rows that are not filler.
+        depths_ND: 1 at the range of `DEPTHS` that a row's position is in, float64 [N / tp, D].
     """
 
     tokens_N: torch.Tensor
@@ -70,6 +73,7 @@ class LocalTokens:
     num_captured: int
     real_N: torch.Tensor
     num_real: int
+    depths_ND: torch.Tensor
 
 
 def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> LocalTokens:
@@ -91,6 +95,10 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
     )
     captured_N = seen_by_routers(mine(micro_batch.captured_N))
     real_N = seen_by_routers(mine(micro_batch.real_N))
+    starts = torch.tensor([*DEPTHS.values()])
+    place_N = (
+        torch.bucketize(seen_by_routers(mine(micro_batch.positions_N)), starts, right=True) - 1
+    )
     return LocalTokens(
         **{name: mine(getattr(micro_batch, name)).to(device) for name in columns},
         cu_seqlens=tuple(border // mesh.cp.size for border in borders),
@@ -99,4 +107,5 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
         num_captured=int(captured_N.sum()),
         real_N=real_N.to(device),
         num_real=int(real_N.sum()),
+        depths_ND=one_hot(place_N, len(DEPTHS)).double().to(device),
     )

@@ -1,7 +1,8 @@
 """Which metrics there are: R3's own, explained in `glossary.txt`, and those that users report.
 
 A key of `glossary.txt` may have a placeholder: SET is a held-out set, COMPONENT a reward function,
-NAME a metric of a user's function (`env/NAME`, `reward/NAME`), LAYER a decoder layer, K a number.
+NAME a metric of a user's function (`env/NAME`, `reward/NAME`), LAYER a decoder layer, K a number,
+DEPTH a range of positions in the conversation.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _FILLED = {
     "NAME": r"[A-Za-z]\w*",
     "LAYER": "[0-9]+",
     "_K": "_[1-9][0-9]*",
+    "DEPTH": "(0-1k|1-4k|4-16k|16k_up)",
 }
 
 

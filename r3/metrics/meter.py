@@ -98,6 +98,7 @@ class Meter:
         )
         self._run_dir = run_dir if axis.rank == 0 else None
         self._trace = trace
+        self._watch = extras.mismatch_watch()
         self._writers = [tracker] if tracker else []
         if self._run_dir and config.log.tensorboard:
             self._writers.append(
@@ -214,6 +215,8 @@ class Meter:
         for writer in self._writers:
             writer.log(row, step, _histograms(ranks))
         self.console.row(row, step, self._steps, self._eta_s(row, step))
+        for line in self._watch.lines(row, step):
+            self.console.line(line)
         self._beat()
         return row
 

@@ -207,12 +207,18 @@ LOG10_EDGES = np.arange(-10.0, 2.01, 0.25)
 SHADOW = ("k3", "f2", "abs_p99", "abs_max")
 """Metrics that the paired passes with replayed and with live routes compare."""
 
+DEPTHS = {"0-1k": 0, "1-4k": 1024, "4-16k": 4096, "16k_up": 16384}
+"""Ranges of positions in a conversation, and their first position."""
+
 # exp of a larger difference would overflow when squared, and ess would be nan.
 _MAX_LOG_WEIGHT = 300.0
 
 
 def mismatch(
-    policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor
+    policy_logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    loss_mask_N: Tensor,
+    positions_N: Tensor | None = None,
 ) -> dict[str, Partial]:
     """Partials of the mismatch between policy and engine on the n loss tokens of a micro-batch.
 
@@ -231,11 +237,14 @@ def mismatch(
         ess       (sum w)^2 / (n sum w^2)       for the importance weights w = e^Delta
 
     Routing differences show in the tail first: f2, p99 and max grow tenfold where k3 doubles.
+    k3, f2 and abs_mean come per range of `DEPTHS` too (`k3_depth/0-1k`): what is wrong at late
+    positions alone drowns in one mean.
 
     Args:
         policy_logprobs_N: log pi_old of the target tokens.
         rollout_logprobs_N: log mu of the target tokens.
         loss_mask_N: 1 at loss tokens.
+        positions_N: of each token in its conversation; None: nothing comes per range.
 
     Raises:
         ValueError: the shapes differ.
@@ -261,11 +270,19 @@ def mismatch(
     limited = np.minimum(delta, _MAX_LOG_WEIGHT)
     weights = np.exp(limited)
     sizes = size.astype(np.float32)  # one array object: pickle sends it once
-    return {
+    means = {"k3": np.expm1(limited) - delta, "f2": size > math.log(2.0), "abs_mean": size}
+    by_depth: dict[str, Partial] = {}
+    if positions_N is not None:
+        positions = positions_N.cpu().numpy()[mask > 0]
+        place = np.searchsorted(list(DEPTHS.values()), positions, side="right") - 1
+        for number, depth in enumerate(DEPTHS):
+            here = place == number
+            for key, values in means.items():
+                total, rows = float(values[here].sum()), float(here.sum())
+                by_depth[f"{key}_depth/{depth}"] = Mean(total=total, count=rows)
+    return by_depth | {
         "k1": Mean(total=float(-delta.sum()), count=count),
-        "k3": Mean(total=float((np.expm1(limited) - delta).sum()), count=count),
-        "f2": Mean(total=float((size > math.log(2.0)).sum()), count=count),
-        "abs_mean": Mean(total=float(size.sum()), count=count),
+        **{key: Mean(total=float(values.sum()), count=count) for key, values in means.items()},
         "weight": Mean(total=float(weights.sum()), count=count),
         "abs_p50": Quantile(values=sizes, q=0.5),
         "abs_p90": Quantile(values=sizes, q=0.9),
@@ -279,11 +296,9 @@ def mismatch(
     }
 
 
-def shadow(
-    policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor
-) -> dict[str, Partial]:
+def shadow(*tokens: Tensor) -> dict[str, Partial]:
     """The metrics of `SHADOW`, as `mismatch` computes them."""
-    panel = mismatch(policy_logprobs_N, rollout_logprobs_N, loss_mask_N)
+    panel = mismatch(*tokens)
     return {key: panel[key] for key in SHADOW}
 
 

@@ -255,6 +255,7 @@ class Policy(ScoringPolicy):
                     "loss": share.detach(),
                     "logprobs": logprobs_N.detach(),
                     "rollout_logprobs": tokens.rollout_logprobs_N,
+                    "positions": tokens.positions_N,
                 }
             )
             return share
@@ -343,7 +344,7 @@ class Policy(ScoringPolicy):
         # The first update's own forward is at the rollout's weights.
         if panel:
             panel_metrics = mismatch(
-                column["logprobs"], column["rollout_logprobs"], column["compared"]
+                *(column[key] for key in ("logprobs", "rollout_logprobs", "compared", "positions"))
             )
             partials |= {f"mismatch/{name}": value for name, value in panel_metrics.items()}
         return partials | routing

@@ -138,7 +138,8 @@ class ScoringPolicy:
             if recorded_routes and not is_filler:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 compared_N, rows = tokens.real_N, tokens.num_real
-            self.replay.load(routes_NLK, compared_N, rows=rows, model=model)
+            depths_ND = tokens.depths_ND * compared_N[:, None]
+            self.replay.load(routes_NLK, compared_N, rows=rows, depths_ND=depths_ND, model=model)
             scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],

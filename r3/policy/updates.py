@@ -23,7 +23,7 @@ from r3.routing.replay import Mode
 from r3.types import Batch, MicroBatch
 
 ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
-Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
+Panel = Callable[..., Mapping[str, Any]]
 
 # Metrics that compare live routes with replayed ones: reported for the step's first pass with
 # replay only, at the rollout's weights.
@@ -294,7 +294,8 @@ def _panel(
     """Return metrics over this rank's marked tokens: those that the present weights sampled."""
     if not policy.reports:
         return {}
-    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared if of is None else of)
+    mask = scores.compared if of is None else of
+    columns = (scores.logprobs, scores.rollout_logprobs, mask, scores.positions)
     return dict(panel(*(torch.cat(column) for column in columns)))
 
 

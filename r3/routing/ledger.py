@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from r3.algo.packing import MISSING, route_dtype
-from r3.metrics.reduce import DeadExperts, LoadEntropy, LoadMax, Mean, Partial, Sum
+from r3.metrics.reduce import DEPTHS, DeadExperts, LoadEntropy, LoadMax, Mean, Partial, Sum
 from r3.runtime.mesh import Axis
 from r3.types import Rollout, RouteError
 
@@ -204,11 +204,12 @@ class ReplayLedger:
     Attributes:
         layers: global numbers of this rank's MoE layers: L below.
         rows: captured rows that were compared, per layer.
-        counts: float64 [L, 5] on the device; None if nothing was replayed. Per layer, over captured
-            rows: rows whose live top-k equals the replayed set; the sum of margins (weakest live
-            score minus weakest replayed score, in the units the router chooses by); slots that the
-            plausibility filter gave to another expert; sums of the entropy of the live router's
-            distribution, and of the gap between the weakest live expert and the best other one.
+        counts: float64 [L, 5 + 2 D] on the device; None if nothing was replayed. Per layer, over
+            captured rows: rows whose live top-k equals the replayed set; the sum of margins
+            (weakest live score minus weakest replayed score, in the units the router chooses by);
+            slots that the plausibility filter gave to another expert; sums of the entropy of the
+            live router's distribution, and of the gap between the weakest live expert and the best
+            other one; per range of `DEPTHS` its rows, then those that agree.
         loads: choices per expert over captured rows, int64 [L, E] on the device.
         consumed: (token, layer) slots that were replayed, routed live and filled, int64 [3] on the
             device. Recomputations are not counted again. None if nothing was replayed.
@@ -232,7 +233,8 @@ def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
     if ledger.counts is None:
         return {}
     table = ledger.counts.tolist()
-    agreed, margin, replaced, entropy, gap = (sum(column) for column in zip(*table, strict=True))
+    sums = [sum(column) for column in zip(*table, strict=True)]
+    (agreed, margin, replaced, entropy, gap), by_depth = sums[:5], sums[5:]
     rows = sum(ledger.rows)
     metrics: dict[str, Partial] = {
         "routing/agreement": Mean(agreed, rows),
@@ -240,6 +242,8 @@ def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
         "routing/router_entropy": Mean(entropy, rows),
         "routing/router_gap": Mean(gap, rows),
     }
+    for i, depth in enumerate(DEPTHS if by_depth else ()):
+        metrics[f"routing/agreement_depth/{depth}"] = Mean(by_depth[i + len(DEPTHS)], by_depth[i])
     if ledger.filtered:
         metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
     for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, table, strict=True):

@@ -62,8 +62,9 @@ class RouterTap(RouterReplay):
         """Reset all state."""
         self.mode: Mode = "live"
         self.training = False
-        # Routes of the next forward, rows to compare, and what ranks exchange for these routes.
-        self._loaded: tuple[torch.Tensor, torch.Tensor, Any] | None = None
+        # Routes of the next forward, rows to compare, their ranges of positions, and what ranks
+        # exchange for these routes.
+        self._loaded: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
         # What ranks exchange for the routes of the last forward, if it was planned.
         self.sizes: Any = None
         self.forwards = 0
@@ -80,7 +81,13 @@ class RouterTap(RouterReplay):
         self.rows = 0
 
     def load(
-        self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int, sizes: Any = None
+        self,
+        routes_NK: torch.Tensor,
+        captured_N: torch.Tensor,
+        *,
+        rows: int,
+        depths_ND: torch.Tensor | None = None,
+        sizes: Any = None,
     ) -> None:
         """Set the routes of the next forward.
 
@@ -88,12 +95,15 @@ class RouterTap(RouterReplay):
             routes_NK: expert ids; rows of -1 route live.
             captured_N: true at rows to compare with the live choice.
             rows: number of those rows.
+            depths_ND: 1 where one of those rows is in a range of positions, float64.
             sizes: what ranks exchange for these routes, for the layer's dispatcher; None: unknown.
         """
         assert self._loaded is None, (
             f"layer {self.layer}: routes of the previous micro-batch were never used"
         )
-        self._loaded = routes_NK, captured_N, sizes
+        if depths_ND is None:
+            depths_ND = torch.zeros(len(routes_NK), 0, dtype=torch.float64, device=routes_NK.device)
+        self._loaded = routes_NK, captured_N, depths_ND, sizes
         self.rows += rows
 
     def get_replay_topk(
@@ -128,7 +138,7 @@ class RouterTap(RouterReplay):
             assert self._loaded is not None, (
                 f"layer {self.layer}: a forward without routes loaded for it"
             )
-            (loaded_NK, captured_N, self.sizes), self._loaded = self._loaded, None
+            (loaded_NK, captured_N, depths_ND, self.sizes), self._loaded = self._loaded, None
             loaded_NK = loaded_NK.long()
             assert loaded_NK.shape == (scores.shape[0], topk), (
                 f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens "
@@ -139,7 +149,7 @@ class RouterTap(RouterReplay):
                 self._plausible(ranked, live_NK, asked_NK) if self.plausibility else asked_NK
             )
             self.counts.append(
-                _counts(self._router, ranked, live_NK, asked_NK, routes_NK, captured_N)
+                _counts(self._router, ranked, live_NK, asked_NK, routes_NK, captured_N, depths_ND)
             )
             chosen = captured_N.long()[:, None].expand_as(routes_NK).flatten()
             load_E = chosen.new_zeros(scores.shape[1])
@@ -217,8 +227,9 @@ def _counts(
     asked_NK: torch.Tensor,
     routes_NK: torch.Tensor,
     captured_N: torch.Tensor,
+    depths_ND: torch.Tensor,
 ) -> torch.Tensor:
-    """Return one forward's sums over captured rows, float64 [5]; see `ReplayLedger.counts`."""
+    """Return one forward's sums over captured rows, float64 [5 + 2 D]; `ReplayLedger.counts`."""
     is_live = torch.zeros_like(scores, dtype=torch.bool).scatter(1, live_NK, True)
     weakest_N = scores.gather(1, live_NK).amin(-1)
     agreed_N = is_live.gather(1, asked_NK).all(-1)
@@ -229,7 +240,8 @@ def _counts(
     gates = gates.float().softmax(-1) if _ranks_logits(router) else _shares(gates.float())
     entropy_N = torch.special.entr(gates).sum(-1)
     rows_5N = torch.stack([agreed_N, margin_N, replaced_N, entropy_N, gap_N.float()])
-    return (rows_5N.double() * captured_N).sum(-1)
+    sums_5 = (rows_5N.double() * captured_N).sum(-1)
+    return torch.cat([sums_5, depths_ND.sum(0), agreed_N.double() @ depths_ND])
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
@@ -291,6 +303,7 @@ class Replay:
         captured_N: torch.Tensor,
         *,
         rows: int,
+        depths_ND: torch.Tensor | None = None,
         model: Any = None,
     ) -> None:
         """Give each router its layer's routes for the next forward. Does nothing unless replaying.
@@ -303,6 +316,7 @@ class Replay:
             captured_N: true at rows to compare with the live choice: captured ones, or with routes
                 that this rank recorded all but filler.
             rows: number of those rows.
+            depths_ND: 1 where one of those rows is in a range of `DEPTHS`; None: not counted.
             model: the chunk that runs forward next, wrapped or not; None = all chunks of this rank.
         """
         if self.mode != "replay":
@@ -317,7 +331,9 @@ class Replay:
         routes = [routed_experts_NLK[:, given.index(layer)] for layer in layers]
         planned = self.plan(routes) if self.plan and layers else [None] * len(layers)
         for layer, routes_NK, sizes in zip(layers, routes, planned, strict=True):
-            self.taps[layer].load(routes_NK, captured_N, rows=rows, sizes=sizes)
+            self.taps[layer].load(
+                routes_NK, captured_N, rows=rows, depths_ND=depths_ND, sizes=sizes
+            )
 
     def _layers(self, model: Any) -> list[int]:
         """MoE layers of a chunk (None: of this rank), in order."""

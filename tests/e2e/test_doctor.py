@@ -33,7 +33,7 @@ def test_sound_path_passes_and_nothing_is_written(flags: tuple[str, ...], tmp_pa
     folder = tmp_path / "run"
     done = torchrun(2, "-m", "r3.doctor", "tiny", *FEW, "--log.dir", str(folder), *flags)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "7 of 7 passed" in done.stdout
+    assert "8 of 8 passed" in done.stdout
     assert "FAIL" not in done.stdout
     assert "1688 coded (token, layer) slots read back right" in done.stdout
     assert not folder.exists()

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.layers import packed_params
+from r3.metrics import DEPTHS
 from r3.models import CheckpointReader, frozen_tensors
 from r3.models.shape import ModelShape
 from r3.policy import Policy, chained, memory, scoring
@@ -69,7 +70,7 @@ class Figures(UpdateFigures):
 
     Attributes:
         agreement_slots: (token, layer) slots in which routes were compared on this rank.
-        by_layer: layer -> [slots that agree, slots].
+        by_layer: metric of a layer or a range of positions -> [slots that agree, slots].
         bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
         largest_read: bytes of the largest read / bytes of the largest tensor.
         exchange: against Megatron's exchange of shapes. None where nobody asked for it.
@@ -157,6 +158,8 @@ def gradients(
 ) -> Figures:
     """Compute loss and gradients of one batch with replayed random routes, then update once.
 
+    Ranges of positions are so short here that every sequence is in all.
+
     The gradients are written to `rank_N.pt` in `out`, the updated weights to `updated_N.pt`.
     `exchange`: pipeline stages make two passes more, with and without Megatron's exchange.
     """
@@ -168,6 +171,7 @@ def gradients(
         algo={"correction": "token_tis"} | (algo or {}),
         train={"logprob_chunk_tokens": chunk},
     )
+    DEPTHS.update({"1-4k": 4, "4-16k": 8, "16k_up": 12})
     mesh, policy = build(device, config)
     require_planned(policy)
     with CheckpointReader(model) as reader:
@@ -204,9 +208,9 @@ def gradients(
         router_grad_norm=update.router_grad_norm,
         agreement_slots=metrics["routing/agreement"].count if compared else 0.0,
         by_layer={
-            key.removeprefix("routing/agreement_layer/"): [part.total, part.count]
+            key: [part.total, part.count]
             for key, part in metrics.items()
-            if key.startswith("routing/agreement_layer/")
+            if key.startswith(("routing/agreement_layer/", "routing/agreement_depth/"))
         },
         bytes_read=bytes_read,
         largest_read=largest_read,

@@ -238,3 +238,27 @@ def test_panel_refuses_what_would_broadcast() -> None:
         mismatch(torch.zeros(3), torch.zeros(1), torch.ones(3))
     with pytest.raises(ValueError, match=r"\[3, 1\]"):
         mismatch(torch.zeros(3, 1), torch.zeros(3, 1), torch.ones(3, 1))
+
+
+def test_the_panel_by_position_by_hand() -> None:
+    """Borders belong to the range that they begin; a range without tokens has no figure."""
+    positions_N = torch.tensor([0, 1023, 1024, 4095, 16384, 20000])
+    delta_N = torch.tensor([0.1, 0.3, 1.0, -1.0, 0.5, 9.0])
+    mask_N = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    panel = values(mismatch(delta_N, torch.zeros(6), mask_N, positions_N))
+    found = {key: value for key, value in panel.items() if key.startswith("abs_mean_depth/")}
+    assert found.pop("abs_mean_depth/4-16k") is None
+    assert found == pytest.approx(
+        # float32 rounds 0.1.
+        {
+            "abs_mean_depth/0-1k": 0.2,
+            "abs_mean_depth/1-4k": 1.0,
+            "abs_mean_depth/16k_up": 0.5,
+        },
+        rel=1e-6,
+    )
+    assert panel["f2_depth/1-4k"] == 1.0 and panel["f2_depth/0-1k"] == 0.0
+    k3 = {depth: panel[f"k3_depth/{depth}"] for depth in ("0-1k", "1-4k", "16k_up")}
+    total = 2 * k3["0-1k"] + 2 * k3["1-4k"] + k3["16k_up"]
+    assert total / 5 == pytest.approx(panel["k3"], rel=1e-12)
+    assert "k3_depth/0-1k" not in mismatch(delta_N, torch.zeros(6), mask_N)

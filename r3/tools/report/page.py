@@ -18,6 +18,7 @@ from r3.data.template import load_tokenizer
 from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
+from r3.tools.mismatch_watch import MismatchWatch
 from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.tools.view.runs import (
     Kind,
@@ -164,6 +165,8 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
                         samples, kind=kind, name=name, step=step, arrays=arrays, limits=limits
                     )
                 )
+    watch = MismatchWatch()
+    notes += [line for row in facts.rows for line in watch.lines(row, int(row["step"]))]
     texts: dict[int, str] = {}
     if ids:
         tokenizer = _tokenizer(facts)

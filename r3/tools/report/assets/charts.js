@@ -118,6 +118,10 @@ function drawMismatch() {
     [["mismatch/abs_p99", "p99", "solid"], ["mismatch/abs_max", "max", "dot"]], LOG);
   lineChart(box, "Tokens off by more than a factor of 2", "f2: share of tokens with |D| > ln 2",
     [["mismatch/f2_replay", "replay", "solid"], ["mismatch/f2_live", "live", "dot"]], SHARE);
+  const dashes = { "0-1k": "solid", "1-4k": "dash", "4-16k": "dashdot", "16k_up": "dot" };
+  const byDepth = (name) => Object.entries(dashes).map(([depth, dash]) => [`${name}_depth/${depth}`, depth, dash]);
+  lineChart(box, "|D| by position", "mean per range of positions in the conversation", byDepth("mismatch/abs_mean"), LOG);
+  lineChart(box, "Agreement by position", "share of slots whose live top-k is the replayed set", byDepth("routing/agreement"));
   lineChart(box, "Effective sample size", "of the weights exp(D); 1 is best", [["mismatch/ess", "", "solid"]]);
 }
 

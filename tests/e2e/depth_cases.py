@@ -1,0 +1,65 @@
+"""A rope factor that is wrong beyond the original context alone, and what finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from r3 import doctor
+from r3.rollout import read_task
+from r3.run.session import build_run
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
+from r3.tools.coded_routes import CheckFailed
+from tests.errors import NOTHING, message_of
+from tests.tiny import tiny_config
+
+CONTEXT = 1024  # where the first range of positions ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """What the checks of the doctor say, by their names: results, or errors.
+
+    Attributes:
+        sound: of an engine that rotates as the policy does.
+        wrong: of one that does not beyond `CONTEXT`.
+    """
+
+    sound: dict[str, str]
+    wrong: dict[str, str]
+
+
+def rope_beyond_the_context(device: Device, *, model: str) -> Depth:
+    """Run the doctor's checks before and after half of the factor is lost beyond the context."""
+    config = tiny_config(
+        model,
+        engine={"max_model_len": 1600, "kv_cache_gib": 0.25},
+        train={"micro_batch_tokens": 2048},
+    )
+    task, mesh = read_task(config), build_mesh(device, config.parallel)
+    run = build_run(config, task, device=device, mesh=mesh)
+    context = doctor.DoctorContext(run=run)
+
+    def asked(check: Callable[[Any], str]) -> str:
+        said: list[str] = []
+        message = message_of(lambda: said.append(check(context)), CheckFailed, RuntimeError)
+        return said[0] if message == NOTHING else message
+
+    def all_checks() -> dict[str, str]:
+        names = ("check_sync", "check_engine_rows", "check_replay", "check_depth")
+        return {name: asked(getattr(doctor, name)) for name in names}
+
+    sound = all_checks()
+    (net,) = run.engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    for cache in {
+        id(m.cos_sin_cache): m.cos_sin_cache for m in net.modules() if _rotates(m)
+    }.values():
+        rows = len(cache) - CONTEXT
+        cache[CONTEXT:] = cache[CONTEXT : CONTEXT + -(-rows // 2)].repeat_interleave(2, 0)[:rows]
+    return Depth(sound=sound, wrong=all_checks())
+
+
+def _rotates(module: Any) -> bool:
+    return getattr(module, "cos_sin_cache", None) is not None
