@@ -144,11 +144,7 @@ def _signals_wait() -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _run(
-    argv: list[str],
-    env: dict[str, str],
-    launcher: int,
-    handled: list[int],
-    waiting: list[int],
+    argv: list[str], env: dict[str, str], launcher: int, handled: list[int], waiting: list[int]
 ) -> NoReturn:
     """Be a rank.
 

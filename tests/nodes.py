@@ -76,11 +76,7 @@ class Nodes:
             _ip("-n", name, "link", "set", "eth0", state)
 
     def launch(
-        self,
-        folder: Path,
-        *flags: str,
-        ranks: int = 1,
-        program: tuple[str, ...] = ("train.py",),
+        self, folder: Path, *flags: str, ranks: int = 1, program: tuple[str, ...] = ("train.py",)
     ) -> list[Attempt]:
         """Start a run with so many ranks on each node, or another program with its settings."""
         return [self._launch(number, ranks, folder, *flags, program=program) for number in (0, 1)]

@@ -130,12 +130,7 @@ def address(prepare: str, number: int) -> str:
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment.pop("TORCHDYNAMO_DISABLE", None)
     process = subprocess.Popen(
-        words,
-        cwd=_ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        words, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
     with process.stdout as output:

@@ -19,58 +19,20 @@ from tests.sources import ROOT, Complaints, imports, nodes
 
 SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
 
+# Extras: what a run can do without.
+EXTRAS = (
+    *("agents", "backends", "judges", "launch", "lora"),
+    *("objectives", "partial", "quantised", "tools"),
+)
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later
 # one.
-PACKAGES = (
-    *(
-        "types",
-        "config",
-        "assets",
-        "configs",
-        "models",
-        "algo",
-        "runtime",
-        "user_code",
-        "data",
-        "metrics",
-        "routing",
-    ),
-    *(
-        "envs",
-        "rewards",
-        "checks",
-        "cli",
-        "engine",
-        "layers",
-        "policy",
-        "rollout",
-        "sync",
-        "run",
-    ),
-    *(
-        "agents",
-        "backends",
-        "judges",
-        "launch",
-        "lora",
-        "objectives",
-        "partial",
-        "quantised",
-        "tools",
-    ),  # extras: what a run can do without
-    *("report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__"),
-)
-EXTRAS = {
-    "agents",
-    "backends",
-    "judges",
-    "launch",
-    "lora",
-    "objectives",
-    "partial",
-    "quantised",
-    "tools",
-}
+PACKAGES = [
+    *["types", "config", "assets", "configs", "models", "algo", "runtime", "user_code", "data"],
+    *["metrics", "routing"],
+    *["envs", "rewards", "checks", "cli", "engine", "layers", "policy", "rollout", "sync", "run"],
+    *EXTRAS,
+    *["report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__"],
+]
 OWN = {"__version__", "names_of"}  # names of r3/__init__.py, which imports no package
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py")
@@ -90,11 +52,7 @@ MAY_IMPORT = {
     "triton": ("r3/backends/cuda/triton_kernels.py",),
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers"}
-DEVICE_FILES = {
-    "r3/runtime/device.py",
-    "r3/runtime/tensors.py",
-    "r3/backends/cpu/megatron.py",
-}
+DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/tensors.py", "r3/backends/cpu/megatron.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
     *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/", "r3/agents/"),
@@ -244,83 +202,53 @@ def test_rule_holds(rule: Rule) -> None:
     assert not found, f"{rule.__doc__}\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("rule", "file", "source"),
-    [
-        (imports_go_one_way, "r3/algo/loss.py", "from r3 import sync"),
-        (imports_go_one_way, "r3/runtime/mesh.py", "def f():\n    from r3.policy.build import x"),
-        (imports_go_one_way, "r3/engine/build.py", "from ..policy import Policy"),
-        (imports_go_one_way, "r3/policy/build.py", "import r3.engine.engine"),
-        (imports_go_one_way, "r3/homeless.py", "x = 1"),
-        (imports_go_one_way, "r3/cli/parse.py", "def f():\n    from r3.tools import check"),
-        (imports_go_one_way, "r3/extras.py", "from r3.tools import check"),
-        (
-            imports_go_one_way,
-            "r3/engine/sampler.py",
-            "if TYPE_CHECKING:\n    from r3.rollout.step import x",
-        ),
-        (imports_go_one_way, "configs/tiny.py", "from r3.runtime.mesh import Mesh"),
-        (worlds_stay_inside, "r3/sync/weights.py", "from vllm import LLM"),
-        (worlds_stay_inside, "train.py", "import megatron.core as mc"),
-        (
-            worlds_stay_inside,
-            "r3/engine/build.py",
-            "import importlib\nimportlib.import_module('megatron.core')",
-        ),
-        (worlds_stay_inside, "r3/types.py", "def f():\n    import transformers"),
-        (pure_row_is_pure, "r3/algo/loss.py", "from r3.config import Config"),
-        (pure_row_is_pure, "r3/algo/packing.py", "import einops"),
-        (device_words_stay_inside, "r3/sync/weights.py", "torch.cuda.synchronize()"),
-        (device_words_stay_inside, "r3/sync/weights.py", "device = 'cuda:0'"),
-        (device_words_stay_inside, "train.py", "init(backend='nccl')"),
-        (device_words_stay_inside, "r3/runtime/mesh.py", "from torch import cuda"),
-        (catches_are_narrow, "r3/sync/weights.py", "try:\n    f()\nexcept:\n    raise"),
-        (
-            catches_are_narrow,
-            "r3/sync/weights.py",
-            "try:\n    f()\nexcept (OSError, Exception) as e:\n    print(e)",
-        ),
-        (catches_are_narrow, "r3/rewards/math.py", "try:\n    f()\nexcept Exception:\n    pass"),
-        (catches_are_narrow, "train.py", "with contextlib.suppress(BaseException):\n    f()"),
-        (modules_say_what_they_are, "r3/sync/weights.py", "x = 1"),
-    ],
-)
+TYPES_ONLY = "if TYPE_CHECKING:\n"
+TRIES = "try:\n    f()\nexcept"
+# Rule, file, source that breaks it.
+BROKEN: list[tuple[Rule, str, str]] = [
+    (imports_go_one_way, "r3/algo/loss.py", "from r3 import sync"),
+    (imports_go_one_way, "r3/runtime/mesh.py", "def f():\n    from r3.policy.build import x"),
+    (imports_go_one_way, "r3/engine/build.py", "from ..policy import Policy"),
+    (imports_go_one_way, "r3/policy/build.py", "import r3.engine.engine"),
+    (imports_go_one_way, "r3/homeless.py", "x = 1"),
+    (imports_go_one_way, "r3/cli/parse.py", "def f():\n    from r3.tools import check"),
+    (imports_go_one_way, "r3/extras.py", "from r3.tools import check"),
+    (imports_go_one_way, "r3/engine/build.py", f"{TYPES_ONLY}    from r3.rollout.step import x"),
+    (imports_go_one_way, "configs/tiny.py", "from r3.runtime.mesh import Mesh"),
+    (worlds_stay_inside, "r3/sync/weights.py", "from vllm import LLM"),
+    (worlds_stay_inside, "train.py", "import megatron.core as mc"),
+    (worlds_stay_inside, "r3/engine/build.py", "importlib.import_module('megatron.core')"),
+    (worlds_stay_inside, "r3/types.py", "def f():\n    import transformers"),
+    (pure_row_is_pure, "r3/algo/loss.py", "from r3.config import Config"),
+    (pure_row_is_pure, "r3/algo/packing.py", "import einops"),
+    (device_words_stay_inside, "r3/sync/weights.py", "torch.cuda.synchronize()"),
+    (device_words_stay_inside, "r3/sync/weights.py", "device = 'cuda:0'"),
+    (device_words_stay_inside, "train.py", "init(backend='nccl')"),
+    (device_words_stay_inside, "r3/runtime/mesh.py", "from torch import cuda"),
+    (catches_are_narrow, "r3/sync/weights.py", "try:\n    f()\nexcept:\n    raise"),
+    (catches_are_narrow, "r3/sync/weights.py", f"{TRIES} (OSError, Exception) as e:\n    print(e)"),
+    (catches_are_narrow, "r3/rewards/math.py", f"{TRIES} Exception:\n    pass"),
+    (catches_are_narrow, "train.py", "with contextlib.suppress(BaseException):\n    f()"),
+    (modules_say_what_they_are, "r3/sync/weights.py", "x = 1"),
+]
+# The like that is no fault.
+SOUND: list[tuple[Rule, str, str]] = [
+    (imports_go_one_way, "r3/sync/weights.py", "from r3.engine import Engine\nimport r3.policy"),
+    (worlds_stay_inside, "r3/engine/build.py", "import vllm"),
+    (worlds_stay_inside, "r3/runtime/mesh.py", "from megatron.core import parallel_state"),
+    (pure_row_is_pure, "r3/algo/packing.py", "import math\nfrom r3.types import Rollout"),
+    (device_words_stay_inside, "r3/runtime/mesh.py", "'cuda or not.'\nif device.is_cuda: pass"),
+    (catches_are_narrow, "r3/sync/weights.py", f"{TRIES} OSError:\n    pass"),
+    (catches_are_narrow, "r3/rewards/math.py", f"{TRIES} Exception as error:\n    failed(error)"),
+]
+
+
+@pytest.mark.parametrize(("rule", "file", "source"), BROKEN)
 def test_rule_catches(rule: Rule, file: str, source: str) -> None:
     assert list(rule(PurePosixPath(file), ast.parse(source)))
 
 
-@pytest.mark.parametrize(
-    ("rule", "file", "source"),
-    [
-        (
-            imports_go_one_way,
-            "r3/sync/weights.py",
-            "from r3.engine import Engine\nfrom r3.policy import Policy",
-        ),
-        (worlds_stay_inside, "r3/engine/build.py", "import vllm"),
-        (worlds_stay_inside, "r3/runtime/mesh.py", "from megatron.core import parallel_state"),
-        (
-            pure_row_is_pure,
-            "r3/algo/packing.py",
-            "import math\nimport numpy as np\nfrom r3.types import Rollout",
-        ),
-        (
-            device_words_stay_inside,
-            "r3/runtime/mesh.py",
-            '"""cuda or not."""\nif device.is_cuda: pass',
-        ),
-        (
-            catches_are_narrow,
-            "r3/sync/weights.py",
-            "try:\n    f()\nexcept OSError:\n    pass",
-        ),
-        (
-            catches_are_narrow,
-            "r3/rewards/math.py",
-            "try:\n    f()\nexcept Exception as error:\n    failed(error)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rule", "file", "source"), SOUND)
 def test_rule_lets_pass(rule: Rule, file: str, source: str) -> None:
     assert not list(rule(PurePosixPath(file), ast.parse(source)))
 

@@ -59,21 +59,12 @@ _NO_REASONING = "the reasoning of message 1 (assistant): the chat template leave
 _NO_TOOLS = "does not show the tool 'add'"
 _NO_CALLS = "the call of 'add' of message 1 (assistant): the chat template leaves it out"
 _PIECES = "the tokenizer gives pieces of a text other tokens than the whole"
-_DEEPSEEK: dict[str, Any] = {
-    "end": f"<{_BAR}end▁of▁sentence{_BAR}>",
-    "arguments_as_text": True,
-}
+_DEEPSEEK: dict[str, Any] = {"end": f"<{_BAR}end▁of▁sentence{_BAR}>", "arguments_as_text": True}
 
 TEMPLATES: dict[str, Template] = {
     "qwen2_5": Template(title="Qwen2.5", refused={"reasoning": _NO_REASONING}),
     "qwen3": Template(title="Qwen3", refused={"turns": "removes reasoning (<think>)"}),
-    "qwen3_5": Template(
-        title="Qwen3.5",
-        refused={
-            "turns": _MOVES,
-            "sft": _ASKS,
-        },
-    ),
+    "qwen3_5": Template(title="Qwen3.5", refused={"turns": _MOVES, "sft": _ASKS}),
     "llama3_1": Template(
         title="Llama 3.1",
         end="<|eot_id|>",
@@ -94,10 +85,7 @@ TEMPLATES: dict[str, Template] = {
         title="gpt-oss (harmony)",
         end="<|return|>",
         call_end="<|call|>",
-        refused={
-            "turns": _MOVES,
-            "sft": "ends message 1 differently once",
-        },
+        refused={"turns": _MOVES, "sft": "ends message 1 differently once"},
     ),
     "deepseek_v3": Template(
         title="DeepSeek-V3", refused={"reasoning": _NO_REASONING, "schemas": _NO_TOOLS}, **_DEEPSEEK

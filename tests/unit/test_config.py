@@ -66,27 +66,9 @@ def test_one_bad_setting_is_one_problem(settings: str, field: str, rule: str) ->
     assert message.startswith(f"{field} = ") and ". Fix: " in message
 
 
-# Settings of which the first one is wrong, on 256 ranks.
-UNEVEN: list[tuple[dict[str, Any], str]] = [
-    ({"parallel.ep": 16}, "divide the model's 8 experts"),
-    ({"parallel.tp": 8}, "4 attention heads"),
-    ({"parallel.tp": 4}, "2 key-value heads"),
-    ({"parallel.pp": 8}, "8 chunks of a model of 4 layers: each needs a layer"),
-    ({"parallel.vpp": 3, "parallel.pp": 2}, "6 chunks of a model of 4 layers"),
-    ({"parallel.vpp": 2}, "interleaves the stages of a pipeline, and"),
-    ({"parallel.vpp": 0}, "at least 1"),
-    ({"parallel.pp_layers": (3, 2), "parallel.pp": 2}, "add up to the model's 4"),
-    ({"parallel.pp_layers": (4, 0), "parallel.pp": 2}, "2 positive numbers"),
-    ({"parallel.pp_layers": (2, 2), "parallel.pp": 2, "parallel.vpp": 2}, "4 positive"),
-    ({"parallel.pp_layers": (2, 2)}, "1 positive numbers"),
-    ({"parallel.etp": 128}, "width of 64"),
-    ({"parallel.engine_tp": 8}, "4 attention heads"),
-    ({"parallel.etp": 1, "parallel.tp": 2, "model.experts": "sequential"}, "never reduce their"),
-]
-
-
-@pytest.mark.parametrize(("values", "rule"), UNEVEN)
-def test_sizes_must_divide_what_they_cut(values: dict[str, Any], rule: str) -> None:
+@pytest.mark.parametrize(("settings", "rule"), table("uneven_settings"))
+def test_sizes_must_divide_what_they_cut(settings: str, rule: str) -> None:
+    values = settings_in(settings)
     problems = found({"parallel.ep": 1, "rollout.prompts_per_step": 256, **values}, 256)
     assert rule in problems[next(iter(values))]
 

@@ -230,11 +230,7 @@ def centred(rewards_R, groups_R):
     ],
 )
 def test_command(
-    words: list[str],
-    code: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)

@@ -17,21 +17,14 @@ from r3.rewards.scorer import _conversation
 from r3.rollout import readable
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import changed, found
+from tests.tables import table
 from tests.tiny import coded_rollout
 
 PLAIN = Columns()
-NUMBERS = Columns(graded_by=("gsm8k",))
-SYSTEM = Columns(system_prompt="Be brief.")
-TOOLS = Columns(tools="tools")
-LEARNED = Columns(supervised=True)
-SFT = Columns(answer="", supervised=True)
 CONTINUED = Columns(continued=True)
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 USER: dict[str, Any] = {"role": "user", "content": "1+1?"}
 REPLY: dict[str, Any] = {"role": "assistant", "content": "It is"}
-
-
-TOOL_FAULTS = ('"{"', '"3"', "[1]", '[{"type": "function"}]')
 
 
 def asked(*messages: Any) -> str:
@@ -42,100 +35,23 @@ def answered(answer: str, question: str = '"a"') -> str:
     return f'{{"question": {question}, "answer": {answer}}}'
 
 
-def with_part(**part: Any) -> str:
-    return asked({"role": "user", "content": [{"type": "text", "text": "a"}, part]})
-
-
-BAD: list[tuple[Columns, str | bytes, str, str]] = [
-    # No object of JSON.
-    (PLAIN, '{"question": "a", "answer": ', "row", "is not JSON at column 29"),
-    (PLAIN, '{"question": "1+1?", "answer"', "row", "is not JSON"),
-    (PLAIN, '{"question": "a", "answer": "1", "answer": "2"}', "row", "two keys 'answer'"),
-    (PLAIN, '{"question": "a", "answer": "1", "t": {"a": 1, "a": 2}}', "row", "two keys 'a'"),
-    (PLAIN, b'{"question": "\xff", "answer": "b"}', "row", "is not UTF-8 at byte 14"),
-    (PLAIN, "[1, 2]", "row", "is a list, not an object"),
-    (PLAIN, "3", "row", "is a number, not an object"),
-    (PLAIN, "null", "row", "is null, not an object"),
-    (PLAIN, answered('"1"', r'"a \ud800 b"'), "row", "half of a character"),
-    (PLAIN, '{"question": "a", "answer": "1", "m": [{"x": "\\udfff"}]}', "row", "half of a"),
-    (PLAIN, '{"question": ' + "[" * 100_000 + "}", "row", "nested too deeply"),
-    (PLAIN, answered("7" * 5000), "row", "long numbers"),
-    # Columns.
-    (PLAIN, '{"answer": "b"}', "question", "is missing; the row has answer"),
-    (PLAIN, '{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
-    (PLAIN, '{"question": "a", "text": "b"}', "answer", "is missing; the row has question, text"),
-    (
-        Columns(prompt="ask.text"),
-        '{"ask": {"body": "b", "n": 1}, "answer": "1"}',
-        "ask.text",
-        "is missing; the row has ask, answer; ask has body, n",
-    ),
-    (Columns(prompt="ask.text"), answered("1"), "ask.text", "is missing; the row has question"),
-    # Answers.
-    (PLAIN, answered('{"b": 3}'), "answer", "is an object, not a text"),
-    (PLAIN, answered("null"), "answer", "is null: the row has no reference answer"),
-    (PLAIN, answered("[]"), "answer", "is an empty list"),
-    (PLAIN, answered('["1", null]'), "answer", "is a list with entries that are no texts"),
-    (PLAIN, answered('[["7"]]'), "answer", "is a list with entries that are no texts"),
-    (PLAIN, answered("NaN"), "answer", "is nan, which is no number"),
-    # 2^53 + 2 in a column with gaps
-    (PLAIN, answered("9007199254740994.0"), "answer", "a floating-point number that may have lost"),
-    (NUMBERS, answered('"#### none"'), "answer", "no plain number after '####'"),
-    (NUMBERS, answered('"#### 1/2"'), "answer", "no plain number after '####'"),
-    (NUMBERS, answered('"none"'), "answer", "has no '####'"),
-    (NUMBERS, answered('["#### 7", "seven"]'), "answer", "has no '####'"),
-    (LEARNED, answered('["7", "8"]'), "answer", "is a list of 2 answers, and one is learned"),
-    # Questions and messages.
-    (PLAIN, answered('"b"', "3"), "question", "is a number, neither a text nor a list"),
-    (PLAIN, answered('"b"', "null"), "question", "is null, neither a text nor a list"),
-    (PLAIN, answered('"b"', "true"), "question", "is true, neither a text nor a list"),
-    (PLAIN, answered('"b"', '{"role": "user"}'), "question", "is an object, neither a text"),
-    (PLAIN, answered('"b"', '" "'), "question", "is empty"),
-    (PLAIN, asked(), "question", "is an empty list"),
-    (PLAIN, asked("a"), "question", "message 0 is a text, not an object"),
-    (PLAIN, asked(USER, None), "question", "message 1 is null, not an object"),
-    (PLAIN, asked({"role": "user"}), "question", "message 0 has no 'content'"),
-    (PLAIN, asked({"role": "user", "content": None}), "question", "message 0 has no 'content'"),
-    (PLAIN, asked({"role": "user", "content": 3}), "question", "'content' that is a number"),
-    (PLAIN, asked({"role": 1, "content": ""}), "question", "message 0 has no 'role'"),
-    (SYSTEM, asked({"role": "system", "content": "s"}, USER), "question", "begins with a system"),
-    (PLAIN, asked({"from": "narrator", "value": "a"}), "question", "is from 'narrator'"),
-    (PLAIN, asked({"from": 3, "value": "a"}), "question", "is from 3, which is not known"),
-    (PLAIN, asked({"from": "human"}), "question", "message 0 has no 'content'"),
-    (
-        SFT,
-        asked(
-            {"from": "human", "value": "a"},
-            {"from": "function_call", "value": "{}"},
-            {"from": "gpt", "value": "b"},
-        ),
-        "question",
-        "message 1 is from 'function_call', which is not known",
-    ),
-    # More than text.
-    (PLAIN, with_part(type="image_url", image_url={"url": "u"}), "question", "vision is not"),
-    (PLAIN, with_part(type="image"), "question", "vision is not supported"),
-    (PLAIN, with_part(image="a.png"), "question", "vision is not supported"),
-    (PLAIN, with_part(type="input_audio", input_audio={}), "question", "audio is not supported"),
-    (PLAIN, with_part(type="video"), "question", "video is not supported"),
-    (PLAIN, with_part(type="file"), "question", "has a part of type 'file' in its content"),
-    (PLAIN, asked({"role": "user", "content": ["a"]}), "question", "a part that is a text"),
-    (PLAIN, f'{GOOD[:-1]}, "images": ["a.png"]}}', "images", "vision is not supported"),
-    (PLAIN, f'{GOOD[:-1]}, "image": {{"path": "a.png"}}}}', "image", "vision is not supported"),
-    # The end of a conversation.
-    (PLAIN, asked(USER, REPLY), "question", "ends with an assistant message"),
-    (PLAIN, asked(USER, {"from": "gpt", "value": "b"}), "question", "ends with an assistant"),
-    (CONTINUED, asked(USER, REPLY | {"content": ""}), "question", "more than a text, or empty"),
-    (CONTINUED, asked(USER, REPLY | {"reasoning": "r"}), "question", "more than a text, or"),
-    # Tools.
-    *((TOOLS, f'{GOOD[:-1]}, "tools": {each}}}', "tools", "") for each in TOOL_FAULTS),
+# How rows of bad_rows.txt are read.
+READ = {"plain": PLAIN, "nested": Columns(prompt="ask.text"), "continued": CONTINUED}
+READ |= {"numbers": Columns(graded_by=("gsm8k",)), "learned": Columns(supervised=True)}
+READ |= {"system": Columns(system_prompt="Be brief."), "tools": Columns(tools="tools")}
+READ |= {"sft": Columns(answer="", supervised=True)}
+NO_TEXT: list[tuple[str, str | bytes, str, str]] = [
+    ("plain", b'{"question": "\xff", "answer": "b"}', "row", "is not UTF-8 at byte 14"),
+    ("plain", '{"question": ' + "[" * 100_000 + "}", "row", "nested too deeply"),
+    ("plain", answered("7" * 5000), "row", "long numbers"),
 ]
 
 
-@pytest.mark.parametrize(("columns", "line", "field", "rule"), BAD)
+@pytest.mark.parametrize(("read", "line", "field", "rule"), [*table("bad_rows"), *NO_TEXT])
 def test_a_bad_row_is_named(
-    columns: Columns, line: str | bytes, field: str, rule: str, tmp_path: Path
+    read: str, line: str | bytes, field: str, rule: str, tmp_path: Path
 ) -> None:
+    columns = READ[read]
     if not columns.answer:
         line = line if isinstance(line, bytes) else line.replace('"answer"', '"other"')
     path = write(tmp_path, GOOD, "", line)

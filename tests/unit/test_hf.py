@@ -15,13 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3 import assets
-from r3.models import (
-    CheckpointReader,
-    Kind,
-    read_small_files,
-    with_end_tokens,
-    write_checkpoint,
-)
+from r3.models import CheckpointReader, Kind, read_small_files, with_end_tokens, write_checkpoint
 from r3.models.shape import ModelShape
 from r3.policy.weight_slots import Slot, join_shards, load, split
 

@@ -17,7 +17,7 @@ from tests.world import ROOT
 pytestmark = [
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="no Triton of that kind"
-    ),
+    )
 ]
 
 # Beside the environment's packages, not among them: vLLM's CPU build takes another path with it.

@@ -66,10 +66,7 @@ _CASES = {
 
 @pytest.mark.parametrize(("own", "files", "expected"), _CASES.values(), ids=_CASES)
 def test_limits_of_the_job_count(
-    own: str | None,
-    files: dict[str, str],
-    expected: tuple[float, float] | None,
-    tmp_path: Path,
+    own: str | None, files: dict[str, str], expected: tuple[float, float] | None, tmp_path: Path
 ) -> None:
     texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     if own is not None:

@@ -24,6 +24,7 @@ from r3.data import Columns, DataError, columns_of, files_of, load_prompts, read
 from r3.rollout import read_task
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
+from tests.tables import table
 
 ASKED = "Tom has {} books. How many?"
 ROWS: list[dict[str, Any]] = [
@@ -36,7 +37,7 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(write(folder, *map(json.dumps, rows)))
 
 
-def table(rows: list[dict[str, Any]]) -> Any:
+def dataset(rows: list[dict[str, Any]]) -> Any:
     import datasets
     import pyarrow
 
@@ -45,14 +46,14 @@ def table(rows: list[dict[str, Any]]) -> Any:
 
 
 def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
-    table(rows).save_to_disk(folder / "saved")
+    dataset(rows).save_to_disk(folder / "saved")
     return str(folder / "saved")
 
 
 def saved_splits(folder: Path, rows: list[dict[str, Any]]) -> str:
     import datasets
 
-    datasets.DatasetDict({"test": table(rows[:1]), "train": table(rows)}).save_to_disk(
+    datasets.DatasetDict({"test": dataset(rows[:1]), "train": dataset(rows)}).save_to_disk(
         folder / "splits"
     )
     return f"{folder / 'splits'}:train"
@@ -99,36 +100,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
     assert problem.rule == "is empty" and problem.fix
 
 
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
-        ("absent.parquet", "there is no such file"),
-        ("text.parquet", "is not a parquet file"),
-        ("splits", "has the splits test, train. Fix: name one: splits:test"),
-        ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
-        ("saved:train", "has no splits, and 'train' was given"),
-        ("clone", "cannot be loaded by datasets"),
-        ("https://host/rows.jsonl", "is an address, and R3 reads no https://. Fix: download it"),
-        ("s3://bucket/rows.jsonl", "is an address, and R3 reads no s3://"),
-        ("hf://datasets/owner/name", "write hub:OWNER/NAME"),
-        ("rows.xlsx", "is a .xlsx file, which R3 does not read. Fix: give a JSONL, CSV"),
-        ("none-*.jsonl", "matches no file"),
-        ("cut.jsonl.gz", "is no whole .gz file"),
-        ("two.json", "has an object with two keys 'answer'. Fix: remove one"),
-        ("short.csv", "has 1 values in line 3 for the 2 columns of line 1"),
-        ("twice.csv", "has two columns 'question'"),
-        ("cut.json", "begins with '[' and is not one JSON array"),
-        ("mixed", "has train.jsonl of the split train, and algebra.jsonl, geometry.jsonl of none"),
-        ("both", "has the splits test, train. Fix: name one: both:test"),
-        ("both:dev", "has no files of a split 'validation'. Fix: its splits: test, train"),
-        ("foreign", "holds model.arrow, which R3 does not read"),
-        ("no-data", "holds no data file"),
-        ("hub:owner/name@", "is not a name on the hub"),
-        ("hub:a/b/c", "is not a name on the hub. Fix: write hub:OWNER/NAME"),
-        ("hub:owner/name:", "is not a name on the hub"),
-        ("hub:owner/name", "cannot be loaded by datasets"),
-    ],
-)
+@pytest.mark.parametrize(("source", "rule"), table("bad_sources"))
 def test_a_source_that_cannot_be_read_is_named(
     source: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,7 +346,7 @@ def test_a_revision_reaches_the_library(tmp_path: Path, monkeypatch: pytest.Monk
 
     def load(*args: Any, **options: Any) -> Any:
         asked.append((*args, options["split"], options["revision"]))
-        return table(ROWS)
+        return dataset(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     rows, problems = read_rows("hub:owner/name@1.0.0:main:test[:2]", Columns())

@@ -13,9 +13,7 @@ import pytest
 from r3.runtime.device import has_gpu
 from tests.warm import write_stand_in
 
-pytestmark = [
-    pytest.mark.skipif(has_gpu(), reason="CUDA does not survive a fork"),
-]
+pytestmark = [pytest.mark.skipif(has_gpu(), reason="CUDA does not survive a fork")]
 
 _PROGRAM = """
 import os, sys
