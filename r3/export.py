@@ -28,7 +28,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
 from r3.lora.peft import adapter_config, adapter_notes, joined_in, write_adapter
-from r3.lora.plan import adapted_tensors
+from r3.lora.plan import ranks_of
 from r3.models.hf_checkpoint import (
     CheckpointReader,
     joined,
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> Order:
         if words.step == "best":
             rule = "there is none: the run was made without checkpoint.keep_best"
         problems.append(Problem("--step", words.step, rule, "choose one of them"))
-    if words.adapter and not config.lora.rank:
+    if words.adapter and not config.uses_lora:
         fix = "leave it out: all parameters were trained"
         problems.append(Problem("--adapter", True, "the run has no adapters (lora.rank 0)", fix))
     if to.exists():
@@ -113,7 +113,7 @@ def parse(argv: Sequence[str]) -> Order:
         small_files = read_small_files(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
         problems += _changed(run_dir, config, small_files, tokenizer)
-        ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+        ranks = ranks_of(config, shape)
         if words.adapter and (joined_name := joined_in(shape, ranks)):
             rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
             fix = "leave --adapter out: the merged model has everything"
@@ -145,7 +145,7 @@ def _changed(
     if earlier is None:  # the file is lost
         return []
     path = config.model.path
-    base = path if config.lora.rank else ""
+    base = path if config.uses_lora else ""
     now = of_model(small_files, tokenizer.chat_template, weights=base)
     changed = changed_since(earlier, now)
     fix = "restore it: the export would not be what was trained"
@@ -161,7 +161,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
     megatron = transformer_config(alone, order.shape)
     chunks = build_chunks(alone, order.shape, megatron, mesh, device)
     in_precision(megatron, chunks)
-    if alone.lora.rank:
+    if alone.uses_lora:
         # The checkpoint has what the adapters became.
         alone = replace(alone, lora=replace(alone.lora, start=""))
         adapters = attach(alone, chunks[0], order.shape, mesh)
@@ -171,13 +171,13 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         adapters.start(keep=True)
     checkpoint.load_weights(order.checkpoint, chunks, mesh)
     if order.adapter:
-        ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
+        ranks = ranks_of(alone, order.shape)
         config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
         write_adapter(order.to, factors(adapters), config, alone.lora)
         for note in adapter_notes(order.shape, ranks):
             say(f"note: {note}")
-        if (base := alone.model.base) != "dtype":
-            say(f"note: trained with model.base {base}. The merged model has that base")
+        if alone.quantises_base:
+            say(f"note: trained with model.base {alone.model.base}. The merged model has that base")
         return
     write_checkpoint(
         order.to,

@@ -175,7 +175,7 @@ def adapters() -> ModuleType:
 
 
 def check_lora(*given: Any) -> list[str]:
-    """Check `lora` and `model.base` (r3.lora.check)."""
+    """Check adapters and their base (r3.lora.check)."""
     from r3.lora.check import check_lora
 
     return check_lora(*given)

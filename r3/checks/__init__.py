@@ -100,7 +100,7 @@ def examine(
         extras.teacher_rules().check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
     of_adapter = []
-    if config.lora.rank or config.model.base != "dtype":
+    if config.uses_lora or config.quantises_base:
         of_adapter = extras.check_lora(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)
@@ -116,7 +116,7 @@ def examine(
         has_exact_router=shape is not None and shape.engine_router_fp32,
     )
     notes = switch_notes() + without_effect(config, given, around) + doubtful(config, around)
-    notes += [] if config.eval.only else algorithm_notes(config)
+    notes += algorithm_notes(config) if config.trains else []
     notes += overlap(training, heldout)
     notes += of_adapter
     return Report(tuple(found.problems), tuple(dict.fromkeys(notes)), shape, read)

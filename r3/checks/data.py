@@ -33,8 +33,8 @@ def check_data(
         Rows of training and rows of the held-out sets.
     """
     data, columns = config.data, columns_of(config)
-    training = () if config.eval.only else data.path
-    if not data.path and not config.eval.only:
+    training = data.path if config.trains else ()
+    if not data.path and config.trains:
         found.add("data.path", "is empty", FILES, value="")
     if data.weights and len(data.weights) != len(data.path):
         rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"

@@ -66,7 +66,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
             rule = "has no effect: only workflows reward calls, and the environment is none"
             notes.append(f"algo.baseline = {config.algo.baseline!r} {rule}")
 
-    if not config.eval.only:
+    if config.trains:
         collect(lambda: functions_of_algorithm(config.algo))
     if config.env.path and not config.env.command:
         collect(load_environment)
@@ -149,7 +149,7 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     if reward.correct and reward.correct not in (names := names_of(reward.function)):
         rule = "is no function of reward.function by its name in metrics"
         found.add("reward.correct", rule, f"use one of {', '.join(names)}")
-    if not config.eval.only:
+    if config.trains:
         check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):
         check_reward_function(function, found, "reward.function")

@@ -296,7 +296,7 @@ def placed(
     numbered = (with_values(config, {"log.dir": f"{folder}-{n}"}) for n in itertools.count(2))
     other = next(each for each in numbered if _is_free(each, at_fault))
     # An evaluation is of the checkpoint in its folder, and allow_changed is for a resume.
-    stays = is_chosen or config.eval.only or bool(config.checkpoint.allow_changed)
+    stays = is_chosen or not config.trains or bool(config.checkpoint.allow_changed)
     if stays and not plans:
         fix = (
             f"set them back to continue that run, or start a new one:\n      {again(other.log.dir)}"

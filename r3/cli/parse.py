@@ -275,7 +275,7 @@ def _examine(
         loads: whether users' files are loaded.
     """
     given = {*names, *base.values}
-    is_other = config.eval.only and not base.config.eval.only
+    is_other = base.config.trains and not config.trains
     warned = set(given) - set(base.values) if is_other else given
     read = functools.cache(read_rows)  # data files may be large
 

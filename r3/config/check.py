@@ -63,7 +63,7 @@ def check_batch(config: Config, found: Findings, world_size: int) -> None:
         max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
     )
     ranks = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
-    divisors = {ranks: engines} if config.train.objective != "sft" else {}
+    divisors = {ranks: engines} if not config.learns_rows else {}
     if found.sound("train.updates_per_step"):
         divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
     if found.sound("rollout.prompts_per_step"):
@@ -84,7 +84,7 @@ def check_best(config: Config, found: Findings, sets: Sequence[EvalSet]) -> None
     if config.train.patience and not metric:
         rule = "needs checkpoint.keep_best, which names the metric that must become better"
         found.add("train.patience", rule, "add --checkpoint.keep_best eval/heldout/accuracy")
-    if not metric or config.eval.only or not found.sound("checkpoint.keep_best"):
+    if not metric or not config.trains or not found.sound("checkpoint.keep_best"):
         return
     name, _, figure = metric.removeprefix("eval/").partition("/")
     of_set = {each.name: each for each in sets}.get(name)
@@ -175,7 +175,7 @@ def algorithm_notes(config: Config) -> list[str]:
             f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
             f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
         )
-    several = config.train.updates_of_step > 1 and config.train.objective != "sft"
+    several = config.train.updates_of_step > 1 and not config.learns_rows
     if algo.loss == "pg" and several:
         notes.append(
             "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"
@@ -189,8 +189,7 @@ def algorithm_notes(config: Config) -> list[str]:
             f"algo.dynamic_sampling = {algo.dynamic_sampling} leaves out no group for its rewards: "
             "algo.teacher teaches groups with equal rewards too"
         )
-    replays = config.replay.mode != "off" and config.replay.reference
-    if algo.takes_kl_from_reward and config.replay.mode != "off" and not replays:
+    if algo.takes_kl_from_reward and config.replays and not config.replay.reference:
         notes.append(
             "replay.reference is false: the reference policy routes for itself, and the KL that "
             "is subtracted from rewards is not 0 where both policies are equal. Use "

@@ -64,7 +64,7 @@ def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
 def conditions(config: Config, around: Around) -> dict[str, str]:
     """Every condition with the reason why it does not hold; "" where it does."""
     algo, train, env = config.algo, config.train, config.env
-    is_sft, is_distill = train.objective == "sft", train.objective == "distill"
+    is_sft, is_distill = config.learns_rows, train.objective == "distill"
     mode = config.replay.mode
     of_sets = [each for each in config.eval.env if each]
     used = set(config.reward_functions)
@@ -74,7 +74,7 @@ def conditions(config: Config, around: Around) -> dict[str, str]:
     masks = algo.correction in ("token_mis", "sequence_mis", "geometric_mask", "icepop")
     truncates = algo.correction in ("token_tis", "sequence_tis")
     nothing = "train.objective is sft and eval.path is empty, so nothing is sampled"
-    training = "eval.only trains nothing" if config.eval.only else ""
+    training = "" if config.trains else "eval.only trains nothing"
     rollouts = training or ("train.objective is sft" if is_sft else "")
     sampling = "" if config.uses_engine else nothing
     dense = "the model is dense" if around.is_dense else ""
@@ -150,7 +150,7 @@ def doubtful(config: Config, around: Around) -> list[str]:
     """Settings that work but are seldom meant."""
     model, engine, train, algo = config.model, config.engine, config.train, config.algo
     rollout, notes = config.rollout, list[str]()
-    if not config.eval.only:
+    if config.trains:
         if train.warmup_updates > train.total_updates:
             notes.append(
                 f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of "
@@ -168,7 +168,7 @@ def doubtful(config: Config, around: Around) -> list[str]:
                 "rollout.top_p and top_k restrict the engine's distribution but not the policy's: "
                 "mismatch metrics and importance weights include that difference"
             )
-    if around.is_dense and config.replay.mode != "off":
+    if around.is_dense and config.replays:
         mode = config.replay.mode
         notes.append(f"replay.mode = {mode!r} has no effect: the model is dense, without routers")
     if around.is_dense and model.recompute == "moe":

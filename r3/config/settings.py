@@ -51,9 +51,39 @@ class Config:
     debug: DebugConfig = setting(DebugConfig(), resume=True)
 
     @property
+    def trains(self) -> bool:
+        """Whether the run trains; it evaluates and ends with `eval.only`."""
+        return not self.eval.only
+
+    @property
+    def learns_rows(self) -> bool:
+        """Whether a step learns rows as they are and samples nothing (`train.objective sft`)."""
+        return self.train.objective == "sft"
+
+    @property
     def uses_engine(self) -> bool:
         """Whether anything is sampled: rollouts or evaluations."""
-        return self.train.objective != "sft" or bool(self.eval.path)
+        return not self.learns_rows or bool(self.eval.path)
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained and all other parameters keep their values."""
+        return self.lora.rank > 0
+
+    @property
+    def quantises_base(self) -> bool:
+        """Whether the matrices that adapters leave frozen are stored in one byte per value."""
+        return self.model.base != "dtype"
+
+    @property
+    def replays(self) -> bool:
+        """Whether a model with experts replays routes, those of the engine or its own."""
+        return self.replay.mode != "off"
+
+    @property
+    def captures(self) -> bool:
+        """Whether the engine captures routes, if the model has experts."""
+        return self.replay.mode == "r3"
 
     def of_teacher(self, *, is_dense: bool) -> Config:
         """The config that a teacher is built with: settings of the policy's model are left out."""

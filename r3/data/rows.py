@@ -118,7 +118,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     if each is not None:
         data = each.data(data)
         env, functions = each.environment(env), (each.function,) if each.function else functions
-    supervised = each is None and config.train.objective == "sft"
+    supervised = each is None and config.learns_rows
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or not env.may_reward
     scores = scores and not supervised

@@ -131,7 +131,7 @@ class Engine:
         self.shape = shape
         self.tokenizer = tokenizer
         self.device = device
-        self.capture = config.replay.mode == "r3" and bool(shape.moe_layers)
+        self.capture = config.captures and bool(shape.moe_layers)
         self.on_missing = config.replay.on_missing
         self.is_leader = device.rank % config.parallel.engine_tp == 0
         self.policy_version = -1

@@ -66,7 +66,7 @@ def _check_judge(config: Config, found: Findings) -> None:
             rule = f"has {{{name}}}, which the judge would be shown as it is"
             fix = f"use {', '.join(f'{{{each}}}' for each in known)}, or another form of brackets"
             found.add("reward.prompt_file", rule, fix)
-    if "{answer}" in template and not config.data.answer_key and not config.eval.only:
+    if "{answer}" in template and not config.data.answer_key and config.trains:
         which = "it" if reward.prompt_file else "the built-in prompt of a judge"
         rule = f"{which} shows the reference answer, and data.answer_key = '' leaves it out"
         fix = "give a prompt without {answer}, or name the column with --data.answer_key"

@@ -154,7 +154,7 @@ def _result(config: Config) -> Result:
     from r3.run.result import Goal
 
     run_dir = RunDir(Path(config.log.dir))
-    if config.eval.only:
+    if not config.trains:
         return Result(
             folder=run_dir.path,
             metrics=[json.loads(run_dir.evaluated.read_text(encoding="utf-8"))],

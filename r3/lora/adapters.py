@@ -27,7 +27,7 @@ from torch import nn
 
 from r3.config import Config
 from r3.lora.peft import adapter_reader
-from r3.lora.plan import BLOCK, adapted_tensors, quantised_tensors
+from r3.lora.plan import BLOCK, quantised_tensors, ranks_of
 from r3.models.shape import ModelShape
 from r3.models.tensors import Kind, conversion_rules
 from r3.policy.weight_slots import Slot, slots, views
@@ -362,7 +362,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     """
     chunk.requires_grad_(False)
     parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
-    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    ranks = ranks_of(config, shape)
     start = adapter_reader(config.lora.start, config.lora) if config.lora.start else None
     # Experts of a rank are one parameter, which begins where its first slot does.
     found = [
@@ -377,7 +377,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
         if name in ranks
     ]
     layers = {id(weight): layer for layer in chunk.decoder.layers for weight in layer.parameters()}
-    names = quantised_tensors(shape) if config.model.base != "dtype" else set()
+    names = quantised_tensors(shape) if config.quantises_base else set()
     quantised = [
         (weight, slot.kind == "row", layers[id(weight)])
         for slot, weight in found

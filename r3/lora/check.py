@@ -6,7 +6,7 @@ from pathlib import Path
 
 from r3.config import Config
 from r3.config.check import Findings
-from r3.lora.plan import adapted_tensors, adapter_fault, other_base, untrained_chunk
+from r3.lora.plan import adapter_fault, other_base, ranks_of, untrained_chunk
 from r3.models.shape import ModelShape
 
 
@@ -20,12 +20,12 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> lis
     if shape is None or not found.sound("lora.rank", "train.freeze", "parallel.pp_layers"):
         return []
     try:
-        adapted = adapted_tensors(shape, lora, config.train.freeze)
+        adapted = ranks_of(config, shape)
     except ValueError as error:
         found.add("lora.targets", *error.args)
         return []
     if not adapted:
-        if config.model.base != "dtype":
+        if config.quantises_base:
             rule = "needs frozen weights, and without lora.rank all are trained"
             found.add("model.base", rule, "set lora.rank, or leave it out")
         return []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3.config import LoraConfig, ParallelConfig
+from r3.config import Config, LoraConfig, ParallelConfig
 from r3.models.files import header_of
 from r3.models.hub import is_hub
 from r3.models.shape import ModelShape, ShapeError
@@ -63,7 +63,7 @@ def matrices(shape: ModelShape) -> dict[str, str]:
 
 
 def quantised_tensors(shape: ModelShape) -> set[str]:
-    """Return the Hugging Face tensors that `model.base` quantises."""
+    """Return the Hugging Face tensors that a quantised base has in one byte per value."""
     return {name for name, target in matrices(shape).items() if target not in ("router", "head")}
 
 
@@ -96,6 +96,11 @@ def adapted_tensors(
         rule = "leave nothing to train beside train.freeze" if lora.targets else "is empty"
         raise ValueError(rule, "add a target, such as attention")
     return adapted
+
+
+def ranks_of(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Return the ranks of `adapted_tensors` under the settings of a run; none without adapters."""
+    return adapted_tensors(shape, config.lora, config.train.freeze)
 
 
 def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> str:

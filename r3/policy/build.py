@@ -380,7 +380,7 @@ def wrap(
     """
     half = megatron.params_dtype != torch.float32
     modules, frozen = in_precision(megatron, chunks)
-    if config.lora.rank:
+    if config.uses_lora:
         for chunk in chunks:
             frozen += [parameter.data.view(-1) for parameter in chunk.parameters()]
             extras.adapters().attach(config, chunk, shape, mesh)

@@ -81,7 +81,7 @@ class Policy(ScoringPolicy):
             reader.require(shape)
             load(self.slots, reader.read, shape)
         self.optimizer.reload_model_params()  # updates the float32 main parameters
-        self._adapters = list(extras.adapters().adapters_of(chunks)) if config.lora.rank else []
+        self._adapters = list(extras.adapters().adapters_of(chunks)) if config.uses_lora else []
         for adapters in self._adapters:
             adapters.start()
         # Parameters that the optimizer must not change. Those of a unit share one parameter.
@@ -140,7 +140,7 @@ class Policy(ScoringPolicy):
     @property
     def makes_weights(self) -> bool:
         """Whether some weights are made of a quantised base whenever they are needed."""
-        return bool(self._adapters) and self.config.model.base != "dtype"
+        return bool(self._adapters) and self.config.quantises_base
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return a shared buffer, or recompute its values."""
@@ -260,7 +260,7 @@ class Policy(ScoringPolicy):
             )
             return share
 
-        mode = self._mode("live" if self.config.replay.mode == "off" else "replay")
+        mode = self._mode("replay" if self.config.replays else "live")
         with self.replay.schedule(mode, training=True) as ledger_of:
             self._run_schedule(
                 batch.micro_batches,
@@ -337,7 +337,7 @@ class Policy(ScoringPolicy):
             "loss/total": Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
             "policy/entropy": mean("entropy"),
         }
-        if self.config.train.objective == "sft":  # nothing was sampled to be clipped or compared
+        if self.config.learns_rows:  # nothing was sampled to be clipped or compared
             total = -float((column["logprobs"] * mask).sum())
             return partials | {"loss/nll": Mean(total=total, count=count)} | routing
         partials |= {key: mean(name) for name, key in _OF_LOSS.items() if name in column}

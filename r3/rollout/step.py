@@ -112,7 +112,7 @@ class RolloutSource:
 
     def _routes(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Count layers that sent all tokens of the step to the same experts; say it once."""
-        if self._config.replay.mode != "r3" or not self._task.shape.moe_layers:
+        if not self._config.captures or not self._task.shape.moe_layers:
             return {}
         found = constant_layers(
             rollouts, self._mesh.world, num_experts=self._task.shape.num_experts

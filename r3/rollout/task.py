@@ -104,7 +104,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         DataError: rows cannot be used; names file, row, field, rule and fix.
     """
     shape = ModelShape.read(config.model.path)
-    if not config.eval.only:
+    if config.trains:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
     _refuse(extras.device_problems(config, shape, is_cuda=has_gpu()))
     if world_size is None:
@@ -144,11 +144,10 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         return read_once((path, sources, how), make)
 
     prompts, longest = Dataset(prompts=()), 0
-    supervised = config.train.objective == "sft"
-    if not config.eval.only:
+    if config.trains:
         longest_row = (
             min(context, config.train.micro_batch_tokens)
-            if supervised
+            if config.learns_rows
             else config.longest_prompt(context)
         )
         prompts = read_prompts(
@@ -160,7 +159,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
         )
-    if prompts.prompts and not supervised:
+    if prompts.prompts and not config.learns_rows:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
         longest = room(conversation_setup, longest, config.rollout.max_response_tokens)
     heldout = []

@@ -136,8 +136,7 @@ def _open(
         notes.insert(0, resume_note(checkpoint, step))
         if sources is not None:
             digests = sources()
-            refuse = not config.eval.only
-            notes += require_same_digests(run_dir, digests, config, refuse=refuse)
+            notes += require_same_digests(run_dir, digests, config, refuse=config.trains)
     if writes:
         notes += drop_after(run_dir, step) if checkpoint else _set_aside(run_dir, rows)
         once = with_values(config, {"checkpoint.allow_changed": ()})  # it holds for one start
@@ -175,7 +174,7 @@ def newest_whole(
             if writes and world.rank == 0:
                 notes += drop_after(run_dir, step)
             notes.append(resume_note(folder, step))
-            if config.eval.only:
+            if not config.trains:
                 notes[-1] = f"evaluating checkpoint {folder}, after step {step}; no training"
             return replace(opened, checkpoint=folder, step=step, notes=(*opened.notes[1:], *notes))
         text = summary(folder, damage)
@@ -280,7 +279,7 @@ def _require_same_settings(run_dir: RunDir, config: Config, step: int) -> None:
     checkpoint: its result would be another step's.
     """
     problems, steps = [], config.train.steps
-    if steps < step and not config.eval.only:
+    if steps < step and config.trains:
         rule = f"the newest checkpoint is of step {step}, so the run would end with its weights"
         fix = (
             f"set at least {step}; an earlier checkpoint that is kept becomes a model folder with: "

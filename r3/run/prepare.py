@@ -115,7 +115,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         small_files = read_small_files(config.model.path) if is_leader() else {}
         if check:
             require_free(run_dir.path)
-        writes = is_leader() and not config.eval.only and not check
+        writes = is_leader() and config.trains and not check
         # A check downloads no weights of the hub; the start that does compares them.
         compares = is_leader() and not (check and lacks_weights(config))
         opened = open_run(
@@ -131,7 +131,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
             for line in extras.check().check_task(task, config.algo):
                 say(line)
             return None
-        if config.eval.only:
+        if not config.trains:
             what = (
                 f"checkpoint {opened.checkpoint}, after step {opened.step}"
                 if opened.checkpoint

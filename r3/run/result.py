@@ -90,7 +90,7 @@ def says_finished(invocation: Invocation) -> bool:
     """
     config, run_dir = invocation.config, RunDir(Path(invocation.config.log.dir))
     is_launched = invocation.check and "R3_RESUME" in os.environ
-    if config.eval.only or (invocation.check and not is_launched):
+    if not config.trains or (invocation.check and not is_launched):
         return False
     saved = step_folders(run_dir.checkpoints)
     step = saved[-1][0] if saved else 0

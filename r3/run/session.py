@@ -205,17 +205,16 @@ def build_run(
                 config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
             )
     with stage("building the policy"):
-        policy = Policy(config, device, mesh, task.shape, trains=not config.eval.only)
+        policy = Policy(config, device, mesh, task.shape, trains=config.trains)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
     phases = Phases(watchdog, users_files(config), opened.lock)
     # Evaluation alone writes samples, but no row among those of the training.
-    trains = not config.eval.only
     meter = Meter(
-        folder if writes and trains else None,
+        folder if writes and config.trains else None,
         mesh.world,
         config,
         on_phase=phases.enter,
-        first_step=opened.step if trains else 0,
+        first_step=opened.step if config.trains else 0,
         tracker=tracker,
         trace=extras.step_trace(folder, config.debug.profile, device.rank) if writes else None,
     )
@@ -275,7 +274,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
         ResumeError: no checkpoint can be resumed.
     """
     config, task, folder = prepared.invocation.config, prepared.task, prepared.folder
-    stopped = folder.stopped if is_leader() and not config.eval.only else None
+    stopped = folder.stopped if is_leader() and config.trains else None
     if stopped is not None:
         stopped.unlink(missing_ok=True)
     try:
@@ -299,7 +298,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
         if prepared.opened.lock is not None:
             prepared.opened.lock.release()
     if run.device.rank == 0:
-        step = run.opened.step if config.eval.only else run.meter.last_step
+        step = run.meter.last_step if config.trains else run.opened.step
         seconds = time.perf_counter() - prepared.began
         say(extras.closing(config, folder, seconds, step, run.meter.last_row))
 
@@ -307,7 +306,6 @@ def begin(prepared: Prepared) -> Iterator[Session]:
 def _build(prepared: Prepared) -> Session:
     """Join the ranks, build the run and load its checkpoint. All ranks must call."""
     config, task, opened = prepared.invocation.config, prepared.task, prepared.opened
-    only = config.eval.only
 
     @contextmanager
     def watched(what: str) -> Iterator[None]:
@@ -320,7 +318,7 @@ def _build(prepared: Prepared) -> Session:
         require_one_start(config, task, opened, mesh.world)
     if opened.checkpoint:
         with watched("verifying the checkpoint"):
-            opened = newest_whole(opened, prepared.folder, config, mesh.world, writes=not only)
+            opened = newest_whole(opened, prepared.folder, config, mesh.world, writes=config.trains)
     tracker = None
     if config.log.tracker != "none" and opened.state:  # none for an evaluation alone
         with stage(f"starting {config.log.tracker}"):
@@ -341,7 +339,9 @@ def _build(prepared: Prepared) -> Session:
         undo.enter_context(run.meter)
         if opened.checkpoint:
             with watched(f"loading {opened.checkpoint}"):
-                checkpoint.load(opened.checkpoint, run.policy, device, mesh, weights_only=only)
+                checkpoint.load(
+                    opened.checkpoint, run.policy, device, mesh, weights_only=not config.trains
+                )
         settle()
         undo.pop_all()
     return run

@@ -66,7 +66,7 @@ class PackingSpec:
             micro_batch_tokens=config.train.micro_batch_tokens,
             num_updates=config.train.updates_per_step,
             layers=layers,
-            captured=config.replay.mode == "r3",
+            captured=config.captures,
             on_missing=config.replay.on_missing,
             min_coverage=config.replay.min_coverage,
             filters_truncated=config.algo.overlong_filter,

@@ -171,13 +171,13 @@ class WeightStream:
             for shard in self.plan.tensors.values()
             for name in shard.hf
         }
-        lora, freeze = policy.config.lora, policy.config.train.freeze
-        plan = extras.adapter_plan() if lora.rank else None
-        adapted = plan.adapted_tensors(policy.shape, lora, freeze).keys() if plan else set()
+        adapted: dict[str, int] = {}
+        if policy.config.uses_lora:
+            adapted = extras.adapter_plan().ranks_of(policy.config, policy.shape)
         self.changing = {
             name
             for shard in self.plan.tensors.values()
-            if not adapted.isdisjoint(shard.hf)
+            if not adapted.keys().isdisjoint(shard.hf)
             for name in shard.hf
         }
 

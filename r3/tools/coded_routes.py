@@ -196,7 +196,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
         policy.score(batch.micro_batches, mode="replay")
     slots = reader.count_slots()
     trained = ""
-    if config.replay.mode != "off":
+    if config.replays:
         # Raises unless every loaded route was used once in each forward and once in each
         # recomputation.
         policy.forward_backward(batch)

@@ -124,7 +124,7 @@ def _more(world_size: int) -> list[list[str]]:
 def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     rollout, train, parallel = config.rollout, config.train, config.parallel
     rollouts = rollout.prompts_per_step * rollout.group_size
-    if train.objective == "sft":
+    if config.learns_rows:
         return (
             f"rows          {rollouts} per step, each a conversation of at most "
             f"{train.micro_batch_tokens} tokens; a micro-batch holds several\n"
@@ -154,7 +154,7 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
         f"micro-batches at most {micro_batches} per update and rank, of {train.micro_batch_tokens} "
         "tokens",
     ]
-    if config.replay.mode != "off" and route_bytes:
+    if config.replays and route_bytes:
         total = rollouts // data_ranks * longest * route_bytes
         lines.append(
             f"routes        {route_bytes} bytes per token, at most {total / 2**20:,.1f} MiB on the "

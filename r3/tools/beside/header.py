@@ -44,10 +44,10 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[tuple[str, 
 
 def adapter_text(config: Config, shape: ModelShape) -> str:
     """The adapters in one line."""
-    ranks = extras.adapter_plan().adapted_tensors(shape, config.lora, config.train.freeze)
+    ranks = extras.adapter_plan().ranks_of(config, shape)
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     share = f"{values:,} parameters ({values / shape.num_params:.2%})"
-    base = "" if config.model.base == "dtype" else f"; base in {config.model.base}"
+    base = f"; base in {config.model.base}" if config.quantises_base else ""
     return f"{share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}{base}"
 
 
@@ -65,7 +65,7 @@ def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[
 def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opened) -> list[str]:
     """The lines that describe a run before its first step."""
     shape, prompts = task.shape, task.prompts
-    is_moe, samples = bool(shape.moe_layers), config.train.objective != "sft"
+    is_moe, samples = bool(shape.moe_layers), not config.learns_rows
     moe = ", dense"
     if is_moe:
         layers = f"in {len(shape.moe_layers)} layers"
@@ -75,7 +75,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         or "none held out"
     )
     data = held_out
-    if not config.eval.only:
+    if config.trains:
         sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
         left_out = f"{prompts.dropped_too_long} dropped as too long"
         if config.data.drop_duplicates:
@@ -103,14 +103,14 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("data", data),
         *(("", each) for each in source_lines(config.data.path, prompts.read)),
         ("task", f"{environment}, reward {reward_text(config)}" if samples else ""),
-        ("step", "" if config.eval.only else _step(config)),
-        ("replay", _replay(config, is_moe) if samples and not config.eval.only else ""),
+        ("step", _step(config) if config.trains else ""),
+        ("replay", _replay(config, is_moe) if samples and config.trains else ""),
         *(("judge", text) for name, text in judges.items() if name in config.reward_functions),
         ("teacher", " ".join(config.algo.teacher)),
         ("turns", f"end with {' or '.join(task.conversation_setup.renderer.end_texts)}"),
         *(
             [("adapters", adapter_text(config, shape))]
-            if config.lora.rank
+            if config.uses_lora
             else frozen_lines(shape, config.train.freeze)
         ),
         ("folder", config.log.dir),
@@ -136,7 +136,7 @@ def _layout(config: Config, task: Task, mesh: Mesh, device: Device) -> str:
 def _step(config: Config) -> str:
     rollout, train = config.rollout, config.train
     sampled = f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples"
-    if train.objective == "sft":
+    if config.learns_rows:
         sampled = f"{rollout.prompts_per_step} conversations to learn"
     epochs = f" x {train.epochs_per_step} epochs" if train.epochs_per_step > 1 else ""
     return f"{sampled}, {train.updates_per_step} update(s){epochs}, {train.steps} steps"

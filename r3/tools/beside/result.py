@@ -40,7 +40,7 @@ def closing(
     config: Config, run_dir: RunDir, seconds: float, step: int, row: Mapping[str, float]
 ) -> str:
     """The last line of a run: its duration, its result, its files. `row` is its last one."""
-    if config.eval.only:
+    if not config.trains:
         figures = ", ".join(
             f"{name} {key.rpartition('/')[2]} {row[key]:.3f}"
             for name, key in headlines(row).items()

@@ -207,7 +207,7 @@ def memory(
     trained = sum(trained_per_rank(config, shape))
     gradients = {"gradients": trained * 4.0}
     merging: dict[str, float] = {}
-    if config.lora.rank:
+    if config.uses_lora:
         always["adapters"] = trained * 4.0
         largest = max(stacked_experts(config, shape), largest_tensor(shape) / parallel.tp)
         gradients["weight gradient"] = largest * (size + 4)
@@ -276,7 +276,7 @@ def teacher_bytes(config: Config, path: str) -> float:
 
 def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
     """Bytes of a rank's optimizer state, sharded over all ranks with the same parameters."""
-    if config.lora.rank:
+    if config.uses_lora:
         others, experts = trained_per_rank(config, shape)
         dense_dp, expert_dp = replicas(config, world_size)
         return (others / dense_dp + experts / expert_dp) * _state_bytes(config)
@@ -285,7 +285,7 @@ def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float
 
 def _state_bytes(config: Config) -> int:
     """Bytes of optimizer state per parameter."""
-    return 8 if config.model.dtype == "float32" or config.lora.rank else 12
+    return 8 if config.model.dtype == "float32" or config.uses_lora else 12
 
 
 def framework_bytes(config: Config, world_size: int) -> float:
@@ -369,13 +369,13 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "process": PROCESS_BYTES,
         "optimizer": optimizer_bytes(config, shape, world_size)
         * (config.train.optimizer != "kept"),
-        "reference policy": 2 * weights * (config.algo.kl_coef > 0 and not config.lora.rank),
+        "reference policy": 2 * weights * (config.algo.kl_coef > 0 and not config.uses_lora),
         "base weights": base,
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),
         "rows": ROW_BYTES * sum(map(bytes_of, (*config.data.path, *config.eval.path))),
         "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
-        "checkpoint": 12 * trained + (4 * trained if config.lora.rank else weights),
+        "checkpoint": 12 * trained + (4 * trained if config.uses_lora else weights),
     }
     return {name: float(size) for name, size in parts.items() if size}
 

@@ -48,21 +48,15 @@ def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> 
     return int(others * share / parallel.tp), int(experts * moe_share / shards)
 
 
-def _adapted(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Matrix -> rank of its adapter."""
-    plan = extras.adapter_plan()
-    return plan.adapted_tensors(shape, config.lora, config.train.freeze)
-
-
 def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     """(other, expert) parameters on such a rank that have adapters and a base on the host."""
-    names = _adapted(config, shape).keys() - _quantised(config, shape)
+    names = extras.adapter_plan().ranks_of(config, shape).keys() - _quantised(config, shape)
     others, experts = _by_experts({name: math.prod(shape.tensor_shapes[name]) for name in names})
     return _on_a_rank(config, shape, others, experts)
 
 
 def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int]:
-    """(other, expert) parameters on such a rank that `model.base` quantises; those of a layer."""
+    """(other, expert) parameters on such a rank that have a quantised base; those of a layer."""
     sizes = {name: math.prod(shape.tensor_shapes[name]) for name in _quantised(config, shape)}
     layers: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
@@ -80,8 +74,7 @@ def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int
 
 
 def _quantised(config: Config, shape: ModelShape) -> set[str]:
-    is_quantised = config.model.base != "dtype"
-    return extras.adapter_plan().quantised_tensors(shape) if is_quantised else set()
+    return extras.adapter_plan().quantised_tensors(shape) if config.quantises_base else set()
 
 
 def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
@@ -89,9 +82,9 @@ def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
 
     One factor of a pair is whole on every rank of tp; here both are.
     """
-    if not config.lora.rank:
+    if not config.uses_lora:
         return params_per_rank(config, shape)
-    ranks = _adapted(config, shape)
+    ranks = extras.adapter_plan().ranks_of(config, shape)
     others, experts = _by_experts(
         {name: rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items()}
     )

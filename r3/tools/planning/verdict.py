@@ -94,7 +94,7 @@ def _nowhere(
         text += f"; the best layout lacks: {lacks}"
     else:
         text += "; each lacks memory in another phase, or the checks refuse it"
-    if not config.lora.rank:  # not tried: a search with adapters takes a minute
+    if not config.uses_lora:  # not tried: a search with adapters takes a minute
         flags = "--lora.rank 32" + " --lora.expert_rank 4" * bool(shape.moe_layers)
         text += f"\nadapters need less memory: ask again with {flags} (docs/lora.md)"
     for count in (2 * world_size, 4 * world_size, 8 * world_size):
