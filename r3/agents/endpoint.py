@@ -32,6 +32,8 @@ from r3.agents.openai_api import (
     check_model,
     completion_reply,
     completion_request,
+    tokens_reply,
+    tokens_request,
 )
 from r3.data.conversation import read_json
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
@@ -120,6 +122,7 @@ class Endpoint:
         routes = [
             Route("/v1/chat/completions", self._answering(_chat), methods=["POST"]),
             Route("/v1/completions", self._answering(_complete), methods=["POST"]),
+            Route("/inference/v1/generate", self._answering(_generate), methods=["POST"]),
             Route("/v1/models", self._answering(_models), methods=["GET"]),
             Route("/v1/models/{name}", self._answering(_models), methods=["GET"]),
             Route("/{path:path}", self._answering(_nothing), methods=["GET", "POST"]),
@@ -179,17 +182,24 @@ async def _complete(request: HttpRequest, access: Access) -> Response:
     return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
 
 
+async def _generate(request: HttpRequest, access: Access) -> Response:
+    wanted = tokens_request(await _body(request, access))
+    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
+    return _reply(tokens_reply(completion, wanted, access.memory, access.model), wanted)
+
+
 async def _models(request: HttpRequest, access: Access) -> Response:
+    entry = MODEL_ENTRY | {"max_model_len": access.model.max_tokens_total}  # vLLM's name for it
     if "name" not in request.path_params:
-        return _json({"object": "list", "data": [MODEL_ENTRY]})
+        return _json({"object": "list", "data": [entry]})
     check_model(request.path_params["name"])
-    return _json(MODEL_ENTRY)
+    return _json(entry)
 
 
 async def _nothing(request: HttpRequest, access: Access) -> Response:
     text = (
         f"{request.method} {request.url.path} is not served; /v1/chat/completions, "
-        "/v1/completions and /v1/models are"
+        "/v1/completions, /v1/models and /inference/v1/generate are"
     )
     raise ApiError(404, text, code="unknown_url")
 

@@ -176,11 +176,11 @@ class WorkflowEpisode(Episode):
         Raises:
             ModelLimit: no tokens are left.
         """
-        prompt_tokens = len(sequence.transcript.tokens) + len(observed)
+        prompt = (*sequence.transcript.tokens, *observed)
         if (room := sequence.room(observed)) < 1:
             raise ModelLimit(
                 "length",
-                f"no token is left: the sequence would have {prompt_tokens} of at most "
+                f"no token is left: the sequence would have {len(prompt)} of at most "
                 f"{sequence.max_tokens_total} tokens before the message "
                 "(rollout.max_response_tokens counts observations too)",
             )
@@ -229,7 +229,7 @@ class WorkflowEpisode(Episode):
             tokens=tuple(sampled.tokens_T),
             logprobs=tuple(sampled.logprobs_T),
             finish_reason=sampled.finish_reason,
-            prompt_tokens=prompt_tokens,
+            prompt=prompt,
         )
         return completion, parsed
 
@@ -369,10 +369,8 @@ class EpisodeModel:
             tokens = tokenizer(prompt, add_special_tokens=adds)["input_ids"]
         else:
             tokens = list(prompt)
-        if not tokens or not all(
-            type(each) is int and 0 <= each < len(tokenizer) for each in tokens
-        ):
-            raise ValueError(f"a prompt has at least one token, ids below {len(tokenizer)}")
+        if not tokens or not all(map(self._is_token, tokens)):
+            raise ValueError(f"a prompt has at least one token, ids below {self._vocabulary}")
         sequence = episode.extended(tokens, train=train) or episode.new_sequence(
             name, tokens, train=train
         )
@@ -384,6 +382,13 @@ class EpisodeModel:
             {"role": "assistant", "content": completion.text},
         ]
         return completion
+
+    @property
+    def _vocabulary(self) -> int:
+        return len(self._episode.rules.setup.tokenizer)
+
+    def _is_token(self, token: Any) -> bool:
+        return type(token) is int and 0 <= token < self._vocabulary
 
     def _next_name(self) -> CallName:
         return (*self._path, next(self._numbers))
@@ -403,6 +408,7 @@ class EpisodeModel:
             ValueError: a value is not possible, or would train on another distribution.
         """
         run, stop = self._episode.rules.sampling, options.get("stop", ())
+        ends = options.get("stop_tokens", ())
         if unknown := options.keys() - CallOptions.__annotations__.keys():
             raise TypeError(f"a call of the model has no keyword {min(unknown)}")
         given: dict[str, Any] = {key: options.get(key) for key in ("temperature", "top_p", "top_k")}
@@ -420,8 +426,15 @@ class EpisodeModel:
             )
         if isinstance(stop, str):
             raise ValueError("stop must be a list of texts, and is one text")
-        sampling = replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
+        sampling = replace(
+            run,
+            stop=tuple(dict.fromkeys([*run.stop, *stop])),
+            stop_tokens=tuple(dict.fromkeys([*run.stop_tokens, *ends])),
+            **changed,
+        )
         faults = sampling_faults(sampling)
+        if not all(map(self._is_token, ends)):
+            faults.append(f"stop_tokens must be token ids below {self._vocabulary}")
         max_tokens = options.get("max_tokens")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             faults.append("max_tokens must be an integer of at least 1")

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ _SPACE = "\u2581"  # stands for a space in vocabularies of SentencePiece
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 _TAKEN = {
     *("model", "max_tokens", "stop", "stream", "stream_options", "train", "logprobs"),
+    "return_token_ids",
     *_SAMPLING,
 }
 _CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
@@ -101,6 +102,7 @@ class Request:
         logprobs: whether the reply has log-probabilities.
         stream: whether the reply is a stream of events.
         usage: whether the stream ends with token counts.
+        token_ids: whether the reply has the ids of the tokens, as vLLM's has.
     """
 
     arguments: dict[str, Any]
@@ -108,6 +110,7 @@ class Request:
     logprobs: bool
     stream: bool
     usage: bool
+    token_ids: bool
 
 
 def chat_request(body: Mapping[str, Any], memory: Memory) -> Request:
@@ -167,19 +170,7 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
     """The reply to a chat request: one body, or the events of a stream."""
     completion = message.completion
     shown, calls = _shown(message, memory, request)
-    logprobs: Any = None
-    if request.logprobs:
-        tokens = zip(completion.tokens, completion.logprobs, strict=True)
-        listed = [
-            {
-                "token": model.token_bytes(token).decode(errors="replace"),
-                "logprob": logprob,
-                "bytes": list(model.token_bytes(token)),
-                "top_logprobs": [],
-            }
-            for token, logprob in tokens
-        ]
-        logprobs = {"content": listed, "refusal": None}
+    logprobs = _logprobs(completion, model) if request.logprobs else None
     # A message that was cut may have lost its last call: "length", as OpenAI says.
     is_whole = completion.finish_reason == "stop"
     reason = "tool_calls" if calls and is_whole else completion.finish_reason
@@ -196,6 +187,21 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
     return _bodies("chat.completion.chunk", memory, choices, request, completion)
 
 
+def _logprobs(completion: Completion, model: Model) -> dict[str, Any]:
+    """Return the log-probabilities of the sampled tokens as chat replies have them."""
+    tokens = zip(completion.tokens, completion.logprobs, strict=True)
+    listed = [
+        {
+            "token": model.token_bytes(token).decode(errors="replace"),
+            "logprob": logprob,
+            "bytes": list(model.token_bytes(token)),
+            "top_logprobs": [],
+        }
+        for token, logprob in tokens
+    ]
+    return {"content": listed, "refusal": None}
+
+
 def completion_reply(
     completion: Completion, request: Request, memory: Memory, model: Model
 ) -> list[Any]:
@@ -208,6 +214,62 @@ def completion_reply(
     choice = {"index": 0, "text": _before_stop(completion.text, request), "logprobs": logprobs}
     choice["finish_reason"] = completion.finish_reason
     return _bodies("text_completion", memory, [choice], request, completion)
+
+
+# What the sampling parameters of a request for tokens may only be: anything else would sample from
+# another distribution than the policy's log-probabilities are taken of.
+_PARAMETERS: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "ignore_eos": False,
+    "logit_bias": {},
+    "bad_words": [],
+}
+_PARAMETERS_IGNORED = {
+    *("seed", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+    *("include_stop_str_in_output", "routed_experts_prompt_start", "extra_args"),
+}
+_TOKENS_IGNORED = {"request_id", "cache_salt", "priority", "return_token_ids"}
+
+
+def tokens_request(body: Mapping[str, Any]) -> Request:
+    """Read the body of `/inference/v1/generate`, vLLM's request with token ids in and out.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    parameters = _typed(body, "sampling_params", dict) or {}
+    _check_fields(body, {"model", "token_ids", "sampling_params", "train"} | _TOKENS_IGNORED)
+    known = {"max_tokens", "stop", "stop_token_ids", "logprobs", *_SAMPLING}
+    _check_values(parameters, known | _PARAMETERS_IGNORED, _PARAMETERS)
+    if (count := _typed(parameters, "logprobs", int)) not in (None, 0, 1):
+        text = f"logprobs = {count}: only the sampled token's is returned, which 0 and 1 ask for"
+        raise ApiError(400, text, param="logprobs")
+    if not isinstance(body.get("token_ids"), list):
+        raise ApiError(400, "token_ids must be a list of token ids", param="token_ids")
+    request = _request(parameters | {"train": body.get("train")}, logprobs=count is not None)
+    request.arguments["prompt"] = body["token_ids"]
+    request.arguments["stop_tokens"] = _typed(parameters, "stop_token_ids", list) or []
+    return request
+
+
+def tokens_reply(
+    completion: Completion, request: Request, memory: Memory, model: Model
+) -> list[Any]:
+    """Return the reply to a request for tokens, as the only item of a list."""
+    choice = {
+        "index": 0,
+        "token_ids": list(completion.tokens),
+        "logprobs": _logprobs(completion, model) if request.logprobs else None,
+        "finish_reason": completion.finish_reason,
+    }
+    (body,) = _bodies("tokens", memory, [choice], request, completion)
+    ids = {"request_id": body["id"], "prompt_token_ids": list(completion.prompt)}
+    return [{**ids, "choices": body["choices"], "usage": body["usage"]}]
 
 
 MODEL_ENTRY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "r3"}
@@ -223,13 +285,19 @@ def check_model(name: Any) -> None:
 
 def _check_fields(body: Mapping[str, Any], taken: set[str]) -> None:
     check_model(body.get("model"))
+    _check_values(body, taken | _IGNORED, _DEFAULTS)
+
+
+def _check_values(
+    body: Mapping[str, Any], taken: Collection[str], defaults: Mapping[str, Any]
+) -> None:
     for name, value in body.items():
-        if value is None or name in taken or name in _IGNORED:
+        if value is None or name in taken:
             continue
-        if name not in _DEFAULTS:
+        if name not in defaults:
             raise ApiError(400, f"{name} is not supported: leave it out", param=name)
-        if value != _DEFAULTS[name]:
-            text = f"{name} = {value!r}: only {_DEFAULTS[name]!r} is supported"
+        if value != defaults[name]:
+            text = f"{name} = {value!r}: only {defaults[name]!r} is supported"
             raise ApiError(400, text, param=name)
 
 
@@ -262,6 +330,7 @@ def _request(body: Mapping[str, Any], *, logprobs: bool) -> Request:
         logprobs=logprobs,
         stream=bool(_typed(body, "stream", bool)),
         usage=bool(options.get("include_usage")),
+        token_ids=bool(_typed(body, "return_token_ids", bool)),
     )
 
 
@@ -342,6 +411,9 @@ def _bodies(
         "completion_tokens": count,
         "total_tokens": completion.prompt_tokens + count,
     }
+    if request.token_ids:
+        head |= {"prompt_token_ids": list(completion.prompt)}
+        choices[0]["token_ids"] = list(completion.tokens)
     if not request.stream:
         return [head | {"choices": choices, "usage": usage}]
     events = [head | {"choices": [choice]} for choice in choices]

@@ -54,14 +54,19 @@ class Completion:
         tokens: ids, that token included.
         logprobs: log-probability of each token under the distribution it was drawn from.
         finish_reason: "stop" or "length".
-        prompt_tokens: tokens before them.
+        prompt: ids of the tokens before them.
     """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    prompt_tokens: int
+    prompt: tuple[int, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the sampled ones."""
+        return len(self.prompt)
 
 
 class ModelMessage(dict[str, Any]):
@@ -88,12 +93,14 @@ class CallOptions(TypedDict, total=False):
         train: whether the sampled tokens are trained on; True if it is left out.
         max_tokens: maximum tokens of the message, within the limits of the run.
         stop: strings that end the message, besides those of the class and of `env.stop`.
+        stop_tokens: ids of tokens that end it, besides those of the model.
         temperature: of a call with `train=False`; None is the run's. So are `top_p`, `top_k`.
     """
 
     train: bool
     max_tokens: int | None
     stop: Sequence[str]
+    stop_tokens: Sequence[int]
     temperature: float | None
     top_p: float | None
     top_k: int | None

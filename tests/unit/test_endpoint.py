@@ -408,6 +408,77 @@ def test_completions_of_text_and_of_tokens() -> None:
     assert len(tokens.choices[0].logprobs.tokens) == 2 == tokens.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_have_token_ids_if_they_are_asked_for(stream: bool) -> None:
+    async def agent(client: Any) -> Any:
+        reply = await chat(client, stream=stream, extra_body={"return_token_ids": True})
+        first = [chunk async for chunk in reply] if stream else [reply]
+        return first[0].model_dump(), (await chat(client)).model_dump()
+
+    played = play(agent)
+    asked, other = played.value
+    assert (
+        asked["prompt_token_ids"] + asked["choices"][0]["token_ids"]
+        == played.rollouts[0].tokens_T.tolist()
+    )
+    assert asked["prompt_token_ids"] == list(played.turns[0].tokens_T)
+    assert "prompt_token_ids" not in other and "token_ids" not in other["choices"][0]
+
+
+def test_tokens_in_and_out_continue_one_sequence() -> None:
+    """As a client asks that renders conversations itself, verifiers' for training."""
+
+    async def agent(client: Any) -> Any:
+        url = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate"
+        asked = {"logprobs": 1, "stop_token_ids": [2, 9], "skip_special_tokens": False}
+        body: dict[str, Any] = {"model": "policy", "token_ids": [3, 4, 5], "sampling_params": asked}
+        first = await client.post(url, body=body, cast_to=object)
+        body["token_ids"] = [3, 4, 5, *first["choices"][0]["token_ids"], 6, 7]
+        return first, await client.post(url, body=body, cast_to=object)
+
+    played = play(agent)
+    (rollout,) = played.rollouts
+    first, second = (reply["choices"][0] for reply in played.value)
+    whole = [3, 4, 5, *first["token_ids"], 6, 7, *second["token_ids"]]
+    assert rollout.tokens_T.tolist() == whole == [
+        *played.value[1]["prompt_token_ids"], *second["token_ids"]
+    ]  # fmt: skip
+    assert [each["logprob"] for each in second["logprobs"]["content"]] == [-0.25, -0.5, -0.75, -1.0]
+    assert first["finish_reason"] == "stop"
+    assert played.turns[0].sampling.stop_tokens[-1] == 9, "beside the model's own"
+
+
+TOKENS: list[tuple[dict[str, Any], str | None]] = [
+    ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+    ({"sampling_params": {"logprobs": 5}}, "logprobs"),
+    ({"sampling_params": {"stop_token_ids": [-1]}}, None),
+    ({"sampling_params": {"guided": 1}}, "guided"),
+    ({"sampling_params": [1]}, "sampling_params"),
+    ({"features": {"mm_hashes": {}}}, "features"),
+    ({"token_ids": "3 4"}, "token_ids"),
+    ({"token_ids": [10**6]}, None),
+    ({"token_ids": []}, None),
+    ({"stream": True}, "stream"),
+]
+
+
+def test_requests_for_tokens_that_cannot_be_served_are_refused() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        found = []
+        url = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate"
+        for options, _ in TOKENS:
+            with pytest.raises(openai.BadRequestError) as caught:
+                body = {"model": "policy", "token_ids": [3], **options}
+                await client.post(url, body=body, cast_to=object)
+            found.append(caught.value.param)
+        return found
+
+    played = play(agent)
+    assert played.value == [param for _, param in TOKENS]
+    assert played.texts == ["hello<|im_end|>"], "no refused request was sampled"
+
+
 def test_options_reach_the_engine() -> None:
     async def agent(client: Any) -> Any:
         await chat(client, max_completion_tokens=2, stop="x", seed=3, user="me", n=1)
@@ -441,9 +512,10 @@ def test_models_are_listed() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
         models = client.models
-        return [each.id async for each in models.list()], (await models.retrieve("policy")).id
+        listed = [each.id async for each in models.list()]
+        return listed, (await models.retrieve("policy")).model_dump()["max_model_len"]
 
-    assert play(agent).value == (["policy"], "policy")
+    assert play(agent).value == (["policy"], 500)
 
 
 LONG = "a" * 20000
