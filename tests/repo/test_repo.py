@@ -258,14 +258,6 @@ def test_few_modules_stand_loose() -> None:
     assert len(loose) <= MAX_LOOSE_MODULES, loose
 
 
-def file_of(module: str) -> Path | None:
-    """The source of one of our modules."""
-    stem = ROOT.joinpath(*module.split("."))
-    return next(
-        (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None
-    )
-
-
 def sources() -> dict[str, ast.Module]:
     """Our modules by name, as syntax trees.
 
@@ -328,45 +320,3 @@ def test_an_import_circle_is_found(module: str, line: str) -> None:
     changed = [*trees[module].body, *ast.parse(line).body]
     trees[module] = ast.Module(changed, type_ignores=[])
     assert module in import_circle(trees, packages())
-
-
-def heavy_imports(start: str) -> list[str]:
-    """What importing `start` loads of HEAVY, through our own modules, with the module that does
-    it.
-    """
-    found, seen, todo = [], set(), [start]
-    while todo:
-        module = todo.pop()
-        path = file_of(module)
-        if path is None or path in seen:
-            continue
-        seen.add(path)
-        file = PurePosixPath(path.relative_to(ROOT).as_posix())
-        for _, name in imports(file, tree_of(path), at_import=True):
-            if name.split(".")[0] in HEAVY:
-                found.append(f"{file} imports {name}")
-            parts = name.split(".")
-            todo += [
-                ".".join(parts[:i]) for i in range(1, len(parts) + 1)
-            ]  # packages run their __init__
-    return found
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "r3.config",
-        "r3.cli.parse",
-        "r3.configs",
-        "train",
-        "r3.user_code.workers",
-        "r3.envs.runner",
-        "r3.rewards.scorer",
-    ],
-)
-def test_settings_and_help_load_nothing_heavy(module: str) -> None:
-    assert heavy_imports(module) == []
-
-
-def test_heavy_imports_are_found() -> None:
-    assert any("imports torch" in found for found in heavy_imports("r3.sync.rollouts"))

@@ -56,11 +56,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
         train("tiny-smoke", {"parallel.ep": 1, "train.steps": np.float32(3)})
 
 
-def test_a_preset_that_does_not_exist_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean tiny"):
-        train("tinny")
-
-
 def test_ranks_must_be_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="ranks = 0: must be at least 1"):
         train("tiny", ranks=0)

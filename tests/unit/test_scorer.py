@@ -68,13 +68,6 @@ def die(response, prompt):
         os._exit(9)
     return 1.0
 
-def once(response, prompt):
-    path = Path(__file__).with_name(response)
-    if not path.exists():
-        path.touch()
-        raise OSError("not yet")
-    return 1.0
-
 def short(response, prompt, limit=5, word=""):
     return float(len(response) <= limit) + (word == "a b")
 
@@ -143,16 +136,22 @@ def judging(*functions: str, **settings: Any) -> Iterator[Scorer]:
         scorer.close()
 
 
+def finished(scorer: Scorer) -> dict[Any, RewardResult]:
+    """What was asked, by key, as far as it ends within a minute."""
+    found: dict[Any, RewardResult] = {}
+    until = time.monotonic() + 60.0
+    while scorer.outstanding and time.monotonic() < until:
+        found |= {each.key: each for each in scorer.poll(0.2)}
+    return found
+
+
 def reward_results(
-    scorer: Scorer, responses: list[str], limit_s: float = 60.0, first_key: int = 0
+    scorer: Scorer, responses: list[str], first_key: int = 0
 ) -> dict[Any, RewardResult]:
     """All of them and those asked before, however they come."""
     for key, response in enumerate(responses, first_key):
         scorer.submit(key, rollout(response, key), PROMPT)
-    found: dict[Any, RewardResult] = {}
-    until = time.monotonic() + limit_s
-    while scorer.outstanding and time.monotonic() < until:
-        found |= {reward_result.key: reward_result for reward_result in scorer.poll(0.2)}
+    found = finished(scorer)
     assert len(found) == first_key + len(responses), f"{scorer.outstanding} have no result"
     return found
 
@@ -251,10 +250,7 @@ def of_groups(scorer: Scorer, groups: list[list[str]]) -> list[list[RewardResult
         scorer.submit((group, sample), made, PROMPT)
         if sample == 0:
             scorer.complete_group(group)
-    found: dict[Any, RewardResult] = {}
-    until = time.monotonic() + 60.0
-    while scorer.outstanding and time.monotonic() < until:
-        found |= {each.key: each for each in scorer.poll(0.2)}
+    found = finished(scorer)
     assert sorted(found) == keys
     return [[found[g, s] for s in range(len(responses))] for g, responses in enumerate(groups)]
 
@@ -383,13 +379,6 @@ def test_a_failure_stops_the_run_and_names_the_sample(file: Path, name: str, rul
     assert f"'hang {'r' * 195}'" in message and "reward.on_error" in message
 
 
-def test_a_crash_of_a_built_in_names_the_sample() -> None:
-    with judging("gsm8k") as scorer:
-        scorer.submit(0, rollout("#### 7"), replace(PROMPT, answer="seven"))
-        with pytest.raises(RewardError, match=r"has no '#### number': 'seven'"):
-            scorer.poll()
-
-
 def test_interrupts_are_not_rewards() -> None:
     def interrupted(rollout: Rollout, prompt: Prompt) -> float:
         raise KeyboardInterrupt
@@ -413,12 +402,6 @@ def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
     assert f"reward {name} failed" in shown and "on_error is zero. reward/zeroed counts" in shown
 
 
-def test_a_call_is_tried_again(file: Path) -> None:
-    with judging(f"{file}:once", retries=1) as scorer:
-        assert scorer(rollout("flag"), PROMPT) == 1.0
-        assert scorer.take_counts() == {"calls": 1, "errors": 1, "retries": 1}
-
-
 # ---- math
 
 
@@ -430,9 +413,7 @@ def test_math_compares_by_value_in_worker_processes() -> None:
         for key, response in enumerate(["it is \\boxed{0.5}", "\\boxed{2}", tower]):
             scorer.submit(key, rollout(response), half)
         scorer.submit(3, rollout("7"), replace(PROMPT, answer="####"))
-        found: dict[Any, RewardResult] = {}
-        while scorer.outstanding:
-            found |= {reward_result.key: reward_result for reward_result in scorer.poll(1.0)}
+        found = finished(scorer)
         counts = scorer.take_counts()
     assert [found[key].reward for key in range(4)] == [1.0, 0.0, 0.0, 0.0]
     assert not any(found[key].failure for key in range(3)), "no text of a model is a failure"
@@ -533,9 +514,7 @@ def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
             prompt = replace(PROMPT, metadata={"verifier": name})
             assert scorer.path(prompt) == (name if name in expected else "row", "later")
             scorer.submit(name, rollout("#### 7.0"), prompt)
-        results: dict[Any, RewardResult] = {}
-        while scorer.outstanding:
-            results |= {each.key: each for each in scorer.poll(1.0)}
+        results = finished(scorer)
     server.close()
     for name, value in expected.items():
         assert results[name].parts == {"row": value, "later": 2.0, f"row_{name}": value}

@@ -172,14 +172,6 @@ def test_a_list_field_takes_lists_one_value_and_nothing(
     assert from_yaml(to_yaml(config)) == config
 
 
-@pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
-def test_a_list_of_the_wrong_things_is_refused(value: object, monkeypatch: Patch) -> None:
-    floats = replace(SETTINGS["train.lr"], kind=tuple[float, ...])
-    monkeypatch.setitem(SETTINGS, "train.lr", floats)
-    with pytest.raises(ValueError, match="must be a number"):
-        parse_value("train.lr", value)
-
-
 def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
     text = "train: {stepz: 3, lr: fast, seed: 1.5}\nreplay: {mode: r4, reference: 2}\n"
     text += "trian: {}\ndata: {path: 7}\nlog: verbose"
@@ -206,12 +198,6 @@ def test_names_of_trl_and_verl_have_advice(theirs: str, advice: str) -> None:
     assert nearest_settings(theirs) == advice
 
 
-@pytest.mark.parametrize("text", ["a: [", "just words", "- 1", ""])
-def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
-        from_yaml(text)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -230,6 +216,7 @@ def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: obj
     [
         *(("train.steps", "1.5"), ("train.steps", True), ("train.lr", None)),
         *(("replay.mode", "r4"), ("log.progress", "maybe")),
+        *(("reward.weights", each) for each in (["1", "x"], [1, [2]], {"a": 1}, [True], [None])),
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:

