@@ -1,6 +1,7 @@
 """Small checkpoints laid out as their authors publish them: the rows of the matrix of families.
 
-To add one, write one entry in `_LAYOUTS`, and in published.json the keys of its published files.
+To add one, write one entry in published.json with the keys of its published files, and in `_PARTS`
+what is no data.
 Sizes are those of `tests.families`, `keys` are the others of config.json, also those that
 transformers leaves out. Weights are random. The
 files are two shards with an index, in the published data type, with tensors that R3 leaves out.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -402,8 +403,6 @@ def _write(file: Path, values: Mapping[str, Any]) -> None:
 
 # --- the layouts --------------------------------------------------------------------------------
 
-_ONE_GROUP: dict[str, Any] = dict(n_group=1, topk_group=1)
-
 
 def _in_language_model(name: str) -> str:
     is_text = name.startswith("model.") and not name.startswith("model.visual.")
@@ -412,101 +411,41 @@ def _in_language_model(name: str) -> str:
 
 _NO_EP: dict[str, Limit] = {"ep2": NO_EXPERTS}
 
-_LAYOUTS: Mapping[str, Published] = {
-    "Qwen/Qwen3-30B-A3B": Published(family="qwen3_moe", diagonal=("rl",)),
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8": Published(
-        family="qwen3_moe", stored="fp8", diagonal=("resume",)
+# What is no data: how tensors are named and stacked, which others there are, what is refused.
+_PARTS: Mapping[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": dict(extra=_tied_head, limits=_NO_EP),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": dict(limits={"lora": DROPPED}),
+    "Qwen/Qwen2.5-0.5B-Instruct": dict(limits=_NO_EP),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": dict(
+        extra=_mtp, limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA}
     ),
-    "Qwen/Qwen3-0.6B": Published(
-        family="qwen3", tied=True, extra=_tied_head, limits=_NO_EP, diagonal=("tp2",)
-    ),
-    "Qwen/Qwen1.5-MoE-A2.7B-Chat": Published(
-        family="qwen2_moe", limits={"lora": DROPPED}, diagonal=("ep2",)
-    ),
-    "Qwen/Qwen2.5-0.5B-Instruct": Published(
-        family="qwen2", tied=True, limits=_NO_EP, diagonal=("cp2",)
-    ),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
-        family="qwen3_next",
-        extra=_mtp,
-        limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA},
-        diagonal=("pp2",),
-    ),
-    "Qwen/Qwen3.5-35B-A3B": Published(
-        family="qwen3_5_moe",
+    "Qwen/Qwen3.5-35B-A3B": dict(
         renamed=_in_language_model,
         stacked=True,
         extra=_mtp_and_vision,
         limits={"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA, "lora": DROPPED},
-        diagonal=("sft",),
     ),
-    "Qwen/Qwen3.5-4B": Published(
-        family="qwen3_5",
+    "Qwen/Qwen3.5-4B": dict(
         renamed=_in_language_model,
         extra=_mtp_and_vision,
-        tied=True,
         limits=_NO_EP | {"tp2": WHOLE_DELTA, "cp2": WHOLE_DELTA},
-        diagonal=("rl",),
     ),
-    "allenai/OLMoE-1B-7B-0924": Published(family="olmoe", diagonal=("streamed",)),
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": Published(family="mixtral", diagonal=("recompute",)),
-    "moonshotai/Moonlight-16B-A3B-Instruct": Published(family="moonlight", diagonal=("export",)),
-    "deepseek-ai/DeepSeek-V3": Published(
-        family="deepseek_v3", stored="fp8", extra=_layer_past_the_last, diagonal=("check",)
-    ),
-    "deepseek-ai/DeepSeek-V3.2": Published(
-        family="deepseek_v3.2", stored="fp8", extra=_layer_past_the_last, diagonal=("export",)
-    ),
-    "moonshotai/Kimi-K2-Instruct": Published(
-        family="deepseek_v3", changes=_ONE_GROUP, model_type="kimi_k2", stored="fp8"
-    ),
-    "moonshotai/Kimi-K2-Thinking": Published(
-        family="deepseek_v3",
-        changes=_ONE_GROUP,
-        model_type="kimi_k2",
-        stored="int4",
-        diagonal=("sft",),
-    ),
-    "moonshotai/Kimi-K2.5": Published(
-        family="deepseek_v3",
-        # A whole PretrainedConfig of transformers 4.
-        changes=_ONE_GROUP,
-        model_type="kimi_k2",
+    "deepseek-ai/DeepSeek-V3": dict(extra=_layer_past_the_last),
+    "deepseek-ai/DeepSeek-V3.2": dict(extra=_layer_past_the_last),
+    "moonshotai/Kimi-K2.5": dict(
         renamed=lambda name: name if name.startswith(_KIMIS_VISION) else f"language_model.{name}",
-        stored="int4",
         extra=_kimis_vision,
     ),
-    "upstage/Solar-Open-100B": Published(family="solar_open", diagonal=("rl",)),
-    "rednote-hilab/dots.llm1.inst": Published(family="dots1", diagonal=("export",)),
-    "zai-org/GLM-4.5-Air": Published(
-        family="glm-4.5-air", extra=_layer_past_the_last, diagonal=("int8",)
-    ),
-    "zai-org/GLM-4.6": Published(family="glm-4.5", extra=_layer_past_the_last),
-    "zai-org/GLM-4.7-Flash": Published(
-        family="glm-4.7-flash", extra=_layer_past_the_last, diagonal=("tools",)
-    ),
-    "zai-org/GLM-5": Published(family="glm-5", extra=_layer_past_the_last, diagonal=("resume",)),
-    "inclusionAI/Ling-mini-2.0": Published(
-        family="ling", limits={"lora": JOINED_ATTENTION}, diagonal=("rl",)
-    ),
-    "ibm-granite/granite-3.1-1b-a400m-instruct": Published(
-        family="granitemoe", tied=True, limits={"lora": JOINED}, diagonal=("doctor",)
-    ),
-    "openai/gpt-oss-20b": Published(
-        family="gpt_oss",
-        stored="mxfp4",
-        limits={"cp2": CP_WINDOW, "lora": JOINED},
-        diagonal=("kl",),
-    ),
-    "MiniMaxAI/MiniMax-M2": Published(family="minimax-m2", stored="fp8", diagonal=("rescore",)),
-    "baidu/ERNIE-4.5-21B-A3B-PT": Published(
-        family="ernie4_5_moe", tied=True, extra=_ernies_mtp, diagonal=("check",)
-    ),
-    "meta-llama/Llama-3.1-8B-Instruct": Published(
-        family="llama3.1", limits=_NO_EP, diagonal=("lora",)
-    ),
-    "meta-llama/Llama-2-7b-chat-hf": Published(family="llama", extra=_frequencies, limits=_NO_EP),
+    "zai-org/GLM-4.5-Air": dict(extra=_layer_past_the_last),
+    "zai-org/GLM-4.6": dict(extra=_layer_past_the_last),
+    "zai-org/GLM-4.7-Flash": dict(extra=_layer_past_the_last),
+    "zai-org/GLM-5": dict(extra=_layer_past_the_last),
+    "inclusionAI/Ling-mini-2.0": dict(limits={"lora": JOINED_ATTENTION}),
+    "ibm-granite/granite-3.1-1b-a400m-instruct": dict(limits={"lora": JOINED}),
+    "openai/gpt-oss-20b": dict(limits={"cp2": CP_WINDOW, "lora": JOINED}),
+    "baidu/ERNIE-4.5-21B-A3B-PT": dict(extra=_ernies_mtp),
+    "meta-llama/Llama-3.1-8B-Instruct": dict(limits=_NO_EP),
+    "meta-llama/Llama-2-7b-chat-hf": dict(extra=_frequencies, limits=_NO_EP),
 }
-
-_KEYS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-LAYOUTS = {name: replace(layout, **_KEYS[name]) for name, layout in _LAYOUTS.items()}
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LAYOUTS = {name: Published(**each, **_PARTS.get(name, {})) for name, each in _DATA.items()}

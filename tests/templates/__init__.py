@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 COLUMNS = {
     "single": "single turn",
     "turns": "several turns",
@@ -53,84 +55,8 @@ class Template:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-_MOVES = "moves or changes the model's message once another one follows"
-_ASKS = "and does not write that before a message that is there"
-_NO_REASONING = "the reasoning of message 1 (assistant): the chat template leaves it out"
-_NO_TOOLS = "does not show the tool 'add'"
-_NO_CALLS = "the call of 'add' of message 1 (assistant): the chat template leaves it out"
-_PIECES = "the tokenizer gives pieces of a text other tokens than the whole"
-_DEEPSEEK: dict[str, Any] = {"end": f"<{_BAR}end▁of▁sentence{_BAR}>", "arguments_as_text": True}
-
-TEMPLATES: dict[str, Template] = {
-    "qwen2_5": Template(title="Qwen2.5", refused={"reasoning": _NO_REASONING}),
-    "qwen3": Template(title="Qwen3", refused={"turns": "removes reasoning (<think>)"}),
-    "qwen3_5": Template(title="Qwen3.5", refused={"turns": _MOVES, "sft": _ASKS}),
-    "llama3_1": Template(
-        title="Llama 3.1",
-        end="<|eot_id|>",
-        call_end="<|eom_id|>",
-        refused={"reasoning": _NO_REASONING},
-    ),
-    "mistral": Template(
-        title="Mistral", end="</s>", refused={"turns": _MOVES, "reasoning": _NO_REASONING}
-    ),
-    "glm4": Template(
-        title="GLM-4.5 to 4.7",
-        end="<|user|>",
-        call_end="<|observation|>",
-        is_ended_by_next=True,
-        refused={"turns": _MOVES},
-    ),
-    "gpt_oss": Template(
-        title="gpt-oss (harmony)",
-        end="<|return|>",
-        call_end="<|call|>",
-        refused={"turns": _MOVES, "sft": "ends message 1 differently once"},
-    ),
-    "deepseek_v3": Template(
-        title="DeepSeek-V3", refused={"reasoning": _NO_REASONING, "schemas": _NO_TOOLS}, **_DEEPSEEK
-    ),
-    "deepseek_r1": Template(
-        title="DeepSeek-R1",
-        refused={
-            "turns": _MOVES,
-            "schemas": _NO_TOOLS,
-            **dict.fromkeys(("sft", "reasoning", "calls"), _ASKS),
-        },
-        **_DEEPSEEK,
-    ),
-    "kimi_k2": Template(
-        title="Kimi-K2", call_id="functions.add:0", refused={"reasoning": _NO_REASONING}
-    ),
-    "granite": Template(
-        title="Granite 3", end="<|end_of_text|>", refused={"reasoning": _NO_REASONING}
-    ),
-    "ernie4_5": Template(
-        title="ERNIE 4.5",
-        end="<|end_of_sentence|>",
-        refused={
-            "schemas": _NO_TOOLS,
-            "tools": 'concatenate str (not "NoneType")',
-            **dict.fromkeys(("sft", "reasoning", "calls"), _PIECES),
-        },
-    ),
-    "smollm2": Template(
-        title="SmolLM2",
-        refused={
-            "reasoning": _NO_REASONING,
-            "schemas": _NO_TOOLS,
-            "tools": _NO_CALLS,
-            "calls": _NO_CALLS,
-        },
-    ),
-    "hermes": Template(
-        title="Hermes 2 and 3",
-        refused={
-            "reasoning": _NO_REASONING,
-            "calls": "what precedes message 3 differently once the conversation goes on",
-        },
-    ),
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("templates.yaml").read_text(encoding="utf-8"))
+TEMPLATES = {name: Template(**each) for name, each in _TABLE["templates"].items()}
 
 
 def source_of(name: str) -> str:
