@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from r3 import assets
-from r3.checks import data
-from r3.cli import parse
-from r3.data import Columns, Renderer, Row, RowProblem, columns_of, prompts, sources
+from r3.data import (
+    Columns,
+    Renderer,
+    Row,
+    RowProblem,
+    columns_of,
+    read_rows,
+    source_labels,
+)
 from r3.types import Prompt
 from tests.tiny import FEW_ROWS, tiny_config
 
+# Modules that read rows by a name of their own.
+READERS = ("r3.checks.data", "r3.cli.parse", "r3.data.prompts", "r3.data.sources")
 _SOURCES = (str(assets.WORD_PROBLEMS_TRAIN), str(assets.WORD_PROBLEMS_EVAL), FEW_ROWS)
 # Rewards that read the answers, and those that do not.
 _GRADED_BY: tuple[tuple[str, ...], ...] = (("gsm8k",), ())
@@ -42,7 +51,8 @@ def _written_by(renderer: Renderer) -> tuple[Any, ...]:
 
 def keep() -> None:
     """Read them, and give every later reader in this process and in its forks what was read."""
-    read_rows, tokenised = sources.read_rows, prompts._prompts
+    of_prompts: Any = import_module("r3.data.prompts")
+    tokenised = of_prompts._prompts
     rows: dict[tuple[str, Columns], list[Row]] = {}
     kept: dict[tuple[str, int], list[Prompt | RowProblem]] = {}
 
@@ -71,7 +81,7 @@ def keep() -> None:
     config = tiny_config()
     of_training, of_evaluation = columns_of(config), columns_of(config, config.eval.sets[0])
     for source in _SOURCES:
-        (label,) = prompts.source_labels([source])
+        (label,) = source_labels([source])
         columns = of_evaluation if source == str(assets.WORD_PROBLEMS_EVAL) else of_training
         read = [
             (one := replace(columns, graded_by=graded), read_rows(source, one))
@@ -82,6 +92,6 @@ def keep() -> None:
             assert good == read[0][1][0] and not bad, "the shipped rows are good for all rewards"
             rows[_asked(source, one)] = good
             kept[label, id(good)] = found
-    for module in (data, parse, prompts, sources):
-        module.read_rows = kept_rows  # type: ignore[attr-defined]
-    prompts._prompts = kept_prompts
+    for name in READERS:
+        import_module(name).read_rows = kept_rows  # type: ignore[attr-defined]
+    of_prompts._prompts = kept_prompts

@@ -4,6 +4,7 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
+    kernel_switch="KERNELS VARIABLE chosen is_on",
     limits="host_gib host_processors openmp_threads",
     process="Surroundings die_with_parent importing name_process",
     tensors="SideStream Stash ipc_arguments to_host",

@@ -8,6 +8,13 @@ __getattr__ = names_of(
         "ADVANTAGE_CHECKS ADVICE LOSS_CHECKS check_advantage check_loss example_inputs "
         "example_rewards loss_fault"
     ),
+    coded_routes="CheckFailed coded_experts read_back_coded_routes",
     dumps="join_arrays read_rollouts rollout_facts trained_samples write_rollouts",
-    proof="prove_sync prove_weights sample_single_turn",
+    proof="prove_sync prove_weights sample_single_turn turned",
+    mismatch_watch="MismatchWatch growth",
+    **{
+        "beside.header": "frozen_lines",
+        "report.tokens": "read_arrays",
+        "view.runs": "read_run",
+    },
 )

@@ -8,10 +8,10 @@ from typing import Any
 
 from r3 import doctor
 from r3.rollout import read_task
-from r3.run.session import build_run
+from r3.run import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from r3.tools.coded_routes import CheckFailed
+from r3.tools import CheckFailed
 from tests.errors import NOTHING, message_of
 from tests.tiny import tiny_config
 

@@ -15,7 +15,7 @@ from r3.routing import Replay, RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync import rollouts as exchange
-from r3.tools.coded_routes import CheckFailed, coded_experts, read_back_coded_routes
+from r3.tools import CheckFailed, coded_experts, read_back_coded_routes
 from r3.types import RouteError
 from tests.errors import message_of
 from tests.tiny import tiny_config

@@ -10,9 +10,8 @@ import torch
 
 from r3.engine.direct_weights import DERIVED
 from r3.runtime.device import Device
-from r3.sync.residency import State
-from r3.sync.weights import SyncError
-from r3.tools.proof import prove_sync, prove_weights, turned
+from r3.sync import State, SyncError
+from r3.tools import prove_sync, prove_weights, turned
 from tests.engines import World
 from tests.errors import message_of
 from tests.processor import emulate_avx512_bf16

@@ -12,7 +12,7 @@ import pytest
 from r3 import assets
 from r3.config import from_yaml
 from r3.run import Goal, step_folders
-from r3.tools.view.runs import read_run
+from r3.tools import read_run
 from tests.runs import finish, rows_of, run, start, timeless
 from tests.warm import interpreter
 from tests.world import ROOT

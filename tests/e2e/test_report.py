@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from r3.run import RunDir
-from r3.tools.report.tokens import read_arrays
+from r3.tools import read_arrays
 from tests.browser import Browser, chromium, why_absent
 from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
 from tests.world import ROOT

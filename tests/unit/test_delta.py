@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3.layers.delta import CHUNK, causal_convolution, gated_delta, unit
+from r3.layers import CHUNK, causal_convolution, gated_delta, unit
 
 LENGTHS = (3, CHUNK + 6, 2 * CHUNK + 1, 1)
 

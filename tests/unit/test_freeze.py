@@ -8,7 +8,7 @@ from r3.assets import TINY_MOE
 from r3.config import Config, TrainConfig, fixed_changes
 from r3.models import frozen_tensors
 from r3.models.shape import ModelShape
-from r3.tools.beside.header import frozen_lines
+from r3.tools import frozen_lines
 from tests.settings import found
 
 SHAPE = ModelShape.read(TINY_MOE)

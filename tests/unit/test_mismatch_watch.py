@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3.metrics.meter import Meter
-from r3.metrics.reduce import DEPTHS, Mean, mismatch
+from r3.metrics import DEPTHS, Mean, Meter, mismatch
 from r3.runtime.mesh import Axis
-from r3.tools.mismatch_watch import MismatchWatch, growth
+from r3.tools import MismatchWatch, growth
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from r3.checks import data
-from r3.cli import parse
-from r3.data import Columns, prompts, sources
+from r3.data import Columns, load_prompts, read_rows
 from tests import shipped_rows
 from tests.tiny import FEW_ROWS
 
@@ -18,9 +17,10 @@ OPTIONS: dict[str, Any] = {"max_prompt_tokens": 512}
 
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (data, parse, prompts, sources):
-        monkeypatch.setattr(module, "read_rows", sources.read_rows)
-    monkeypatch.setattr(prompts, "_prompts", prompts._prompts)
+    for name in shipped_rows.READERS:
+        monkeypatch.setattr(f"{name}.read_rows", read_rows)
+    tokenised = "r3.data.prompts._prompts"
+    monkeypatch.setattr(tokenised, resolve_name(tokenised))
 
 
 @pytest.mark.usefixtures("restored")
@@ -32,13 +32,13 @@ def test_kept_rows_are_those_a_run_reads(tokenizer: Any, monkeypatch: pytest.Mon
         {"columns": Columns(prompt="question", answer="answer", system_prompt="Be brief.")},
         {"columns": GRADED, "tools": ({"type": "function", "function": {"name": "f"}},)},
     ]
-    read = [prompts.load_prompts(FEW_ROWS, tokenizer, **each, **OPTIONS) for each in others]
+    read = [load_prompts(FEW_ROWS, tokenizer, **each, **OPTIONS) for each in others]
     monkeypatch.setattr(shipped_rows, "_SOURCES", (FEW_ROWS,))
     shipped_rows.keep()
-    kept = [prompts.load_prompts(FEW_ROWS, tokenizer, **each, **OPTIONS) for each in others]
+    kept = [load_prompts(FEW_ROWS, tokenizer, **each, **OPTIONS) for each in others]
     assert kept == read
     texts = [tokenizer.decode(each.prompts[0].tokens_T) for each in kept]
     assert texts[0] == texts[1] and len(set(texts)) == 3, "no two of the others are one another's"
-    again = prompts.load_prompts(FEW_ROWS, tokenizer, columns=GRADED, **OPTIONS)
+    again = load_prompts(FEW_ROWS, tokenizer, columns=GRADED, **OPTIONS)
     assert again.prompts[0] is kept[0].prompts[0], "it is kept"
     assert again.prompts[0] is not kept[2].prompts[0]

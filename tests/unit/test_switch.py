@@ -6,7 +6,7 @@ import pytest
 
 from r3.checks import problems, warnings
 from r3.config import ConfigError
-from r3.runtime.kernel_switch import KERNELS, VARIABLE, chosen, is_on
+from r3.runtime import KERNELS, VARIABLE, chosen, is_on
 from tests.tiny import tiny_config
 
 
