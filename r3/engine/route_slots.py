@@ -101,6 +101,8 @@ class RouteTable:
         assert self._runner.input_batch is self._batch, (
             "vLLM replaced its input batch: routes were stored by the slots of the old one"
         )
+        if first == last:  # of a request that waits, which may have no blocks
+            return self._rows[:0].cpu().numpy()
         size = self.block_size
         start, end = first // size, -(-last // size)
         assert end <= len(blocks), (

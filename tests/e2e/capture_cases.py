@@ -235,13 +235,13 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
     def watch(worker: Any) -> list[Any]:
         def hook(layer: int) -> Any:
             return lambda _module, _args, out: chosen.setdefault(layer, []).append(
-                out[0].topk(topk).indices
+                (out[0] if isinstance(out, tuple) else out).topk(topk).indices
             )
 
         return [
             module.register_forward_hook(hook(int(name.split(".")[2])))
             for name, module in worker.model_runner.get_model().named_modules()
-            if name.endswith("mlp.gate")
+            if name.endswith(("mlp.gate", "mlp.router"))
         ]
 
     (hooks,) = engine.llm.collective_rpc(watch)

@@ -4,10 +4,15 @@ was scheduled.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.e2e import capture_cases as cases
+from tests.e2e import schedule_cases
 from tests.e2e.capture_cases import Captured
+from tests.e2e.schedule_cases import Scheduled
+from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -67,3 +72,58 @@ def test_preemptions_are_counted(found: Captured) -> None:
 def test_aborted_request_is_an_error_and_leaves_nothing_behind(found: Captured) -> None:
     assert "the engine lost turns" in found.abort
     assert found.after_abort_equal
+
+
+@pytest.fixture(scope="module")
+def scheduled() -> Scheduled:
+    (result,) = run_world(schedule_cases.scheduled, 1)
+    return result
+
+
+def test_a_prompt_longer_than_the_requests_at_once_is_captured(scheduled: Scheduled) -> None:
+    assert scheduled.longest > 20
+    assert scheduled.two_equal
+
+
+def test_prompts_in_chunks_have_the_routes_of_every_chunk(scheduled: Scheduled) -> None:
+    assert scheduled.passes > 1
+    assert scheduled.in_chunks > 300 and scheduled.in_chunks_differ == 0
+    assert scheduled.in_chunks_late > 0.5 * scheduled.in_chunks
+    assert scheduled.chunks_equal
+
+
+def test_batches_scheduled_ahead_change_no_route(scheduled: Scheduled) -> None:
+    assert scheduled.ahead == 1
+    assert scheduled.ahead_equal
+    assert "experts [-1, -1] are not all in 0..7" in scheduled.ahead_stale
+
+
+def test_two_turns_have_the_routes_of_the_whole_conversation(scheduled: Scheduled) -> None:
+    assert scheduled.turns_cached >= 32 and scheduled.turns > 300
+    assert scheduled.turns_differ == 0
+    assert "name other experts. Rows are shifted" in scheduled.turns_late
+
+
+def test_cached_tokens_without_routes_are_refused(scheduled: Scheduled) -> None:
+    assert "again True" in scheduled.foreign
+    assert "experts [-1, -1] are not all in 0..7" in scheduled.foreign
+
+
+def test_requests_aborted_before_their_first_pass_leave_no_trace(scheduled: Scheduled) -> None:
+    assert "the engine lost turns [2, 3, 4, 5, 6, 7]" in scheduled.abandoned
+    assert scheduled.after
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_routes_lie_in_the_slots_of_the_group_that_keeps_all_tokens(
+    name: str, tmp_path: Path
+) -> None:
+    folder = family_checkpoint(tmp_path / "model", name, **engine_sizes(name))
+    (found,) = run_world(schedule_cases.groups, 1, model=str(folder))
+    assert len(found.kinds) > 1 and found.chosen == "FullAttentionSpec"
+    assert found.rows > 150 and found.differ == 0
+    assert found.late > 0.5 * found.rows
+    # Blocks that left a window, or a state without slots.
+    assert found.others
+    for kind, message in found.others.items():
+        assert "are not all in 0..7" in message, (kind, message)
