@@ -19,6 +19,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from r3.agents.endpoint import Access, serve
@@ -165,8 +166,9 @@ def _environment(access: Access, folder: Path) -> dict[str, str]:
         "R3_TASK_FILE": str(folder / "task.json"),
         "R3_RESULT_FILE": str(folder / "result.json"),
     }
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy could not reach the loopback of this machine
-        environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    host = str(urlsplit(access.base_url).hostname)
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy could not reach this machine
+        environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
     return environment
 
 

@@ -4,8 +4,9 @@
         async with serve(model) as access:     # access.base_url, access.api_key
             ...
 
-Each engine's leader rank serves on loopback, at a random port, on the event loop of the workflows.
-A bearer token belongs to one episode: requests with it are calls of that episode's model.
+Each engine's leader rank serves on the event loop of the workflows, at `env.listen`: by default on
+loopback, at a free port. A bearer token belongs to one episode: requests with it are calls of that
+episode's model, and requests without one are refused, whatever the address.
 Starlette and uvicorn, which vLLM installs, are imported when the first episode is served.
 """
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _T = TypeVar("_T")
-_HOST = "127.0.0.1"
 # Clients keep connections while their agent computes; one closed beneath a request is an error.
 _KEEP_ALIVE_S = 86400
 # A token of text has three or four characters, each at most six bytes of JSON.
@@ -74,7 +74,7 @@ async def serve(model: Model) -> AsyncIterator[Access]:
     """Serve an episode's model while the context is open; call it on the workflows' event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _ENDPOINTS:
-        _ENDPOINTS[loop] = Endpoint()
+        _ENDPOINTS[loop] = Endpoint(*model.address)
     endpoint = _ENDPOINTS[loop]
     await endpoint.started()
     key = f"r3-{secrets.token_urlsafe(24)}"
@@ -94,11 +94,16 @@ class Endpoint:
         episodes: what bearer tokens belong to.
     """
 
-    def __init__(self) -> None:
-        """Bind a free port of the loopback interface."""
+    def __init__(self, listen: str, advertise: str) -> None:
+        """Bind the address; see `env.listen` and `env.advertise`.
+
+        Raises:
+            OSError: it is no address of this machine, or its port is taken.
+        """
         self.episodes: dict[str, Access] = {}
-        self._socket = socket.create_server((_HOST, 0))
-        self.base_url = f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
+        self._socket = _bound(listen)
+        port = self._socket.getsockname()[1]
+        self.base_url = f"http://{host_of(listen, advertise)}:{port}/v1"
         self._is_up = asyncio.Event()
         self._task = asyncio.create_task(self._serve())
 
@@ -168,6 +173,33 @@ class Endpoint:
                 return _json({}, 400)
 
         return answer
+
+
+def host_of(listen: str, advertise: str) -> str:
+    """Return the host of the URL that agents are given."""
+    host = _split(listen)[0]
+    every = host in ("0.0.0.0", "[::]")
+    return advertise or (socket.gethostname() if every else host)
+
+
+def _split(listen: str) -> tuple[str, int]:
+    """Return host and port of `env.listen`; port 0 is any free one."""
+    host, colon, port = listen.rpartition(":")
+    if not colon or listen.endswith("]"):
+        return listen, 0
+    return host, int(port)
+
+
+def _bound(listen: str) -> socket.socket:
+    host, port = _split(listen)
+    port += int(os.environ.get("LOCAL_RANK", "0")) if port else 0
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family)
+    except (OSError, OverflowError) as error:
+        text = f"env.listen = {listen!r}: the endpoint cannot listen at port {port}: {error}"
+        raise OSError(text) from error
 
 
 async def _chat(request: HttpRequest, access: Access) -> Response:

@@ -267,6 +267,12 @@ class EpisodeModel:
         return self._episode.rules.max_model_len
 
     @property
+    def address(self) -> tuple[str, str]:
+        """Where `serve` listens, and the host that agents are told; see `Model.address`."""
+        settings = self._episode.workflows.settings
+        return settings.listen, settings.advertise
+
+    @property
     def refused(self) -> Counter[str]:
         """Calls of the episode that were refused, by cause; see `Model.refused`."""
         return self._episode.refused

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from r3.config.arguments import names_of
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
 
+# A name, an IPv4 address, or an IPv6 address in brackets as URLs have it.
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -73,6 +76,27 @@ class EnvConfig:
     """A command instead of a class, run once per episode: an agent that calls the model by OpenAI's
     API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
     it."""
+    listen: str = setting(
+        "127.0.0.1",
+        pattern=rf"{_HOST}(:\d{{1,5}})?",
+        words="an address of this machine, with or without :PORT",
+        fix="127.0.0.1 for agents on this machine, 0.0.0.0 for others",
+        resume=True,
+        needs="sampling turns",
+    )
+    """Address where the endpoint of agents listens. 0.0.0.0: all of this machine, for agents in
+    containers and on other machines. With :PORT, LOCAL_RANK is added to it; without, any free
+    port."""
+    advertise: str = setting(
+        "",
+        pattern=_HOST,
+        words="a host name or an address, without port",
+        fix="the name by which agents reach this machine, such as host.docker.internal",
+        resume=True,
+        needs="sampling turns",
+    )
+    """Host in the URL that agents are given. Empty: that of env.listen, or this machine's name if
+    that is 0.0.0.0."""
     args: tuple[str, ...] = setting(
         (), arguments=True, pattern=r"(?s)[A-Za-z_]\w*=.*", words="key=value"
     )

@@ -140,6 +140,10 @@ class Model(Protocol):
         """Maximum tokens of a prompt and its response."""
 
     @property
+    def address(self) -> tuple[str, str]:
+        """Where `serve` listens, and the host agents are told: `env.listen`, `env.advertise`."""
+
+    @property
     def refused(self) -> Counter[str]:
         """Calls of the episode that got no message, by cause, a key of `REFUSED`."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,14 +18,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from r3 import assets
-from r3.agents import Workflows, serve, token_bytes
+from r3 import assets, checks
+from r3.agents import Workflows, host_of, serve, token_bytes
 from r3.config import ConfigError, EnvConfig
 from r3.envs import Model
-from r3.rollout import ConversationSetup
+from r3.rollout import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
 from tests.rounds import numbered, play_round
 from tests.talkers import values
+from tests.tiny import tiny_config
 
 openai = pytest.importorskip("openai")
 
@@ -49,7 +53,7 @@ class Played:
         played = self
         self.value: Any = None
         self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser")
+        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser", "listen", "advertise")
         env = {name: options.pop(name) for name in names if name in options}
         workflows = Workflows(EnvConfig(**env), Served)
         options["says"] = lambda turn: says(self.tokenizer.decode(turn.tokens_T))
@@ -607,6 +611,70 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
     assert play(agent).value == [*(found for *_, found in BAD), *[(401, "invalid_api_key")] * 2]
 
 
+def _status(url: str, key: str) -> int | str:
+    try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        return urllib.request.urlopen(request, timeout=30).status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except urllib.error.URLError:
+        return "nobody listens"
+
+
+@pytest.mark.parametrize(
+    ("listen", "elsewhere"), [("127.0.0.1", ["nobody listens"] * 2), ("0.0.0.0", [200, 401])]
+)
+def test_other_machines_reach_the_endpoint_only_if_it_listens_there(
+    listen: str, elsewhere: Any
+) -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        url = f"http://127.0.0.2:{client.base_url.port}/v1/models"
+        found = [await asyncio.to_thread(_status, url, key) for key in (client.api_key, "no")]
+        return client.base_url.host, found
+
+    played = play(agent, listen=listen, advertise="localhost")
+    assert played.value == ("localhost", elsewhere)
+
+
+def test_every_rank_of_a_machine_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        return client.base_url.port
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFailed, match=r"env.listen = .* cannot listen at port"):
+            play(agent, listen=f"127.0.0.1:{port}")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert play(agent, listen=f"127.0.0.1:{port - 1}").value == port
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "host"),
+    [
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("10.1.2.3:8700", "", "10.1.2.3"),
+        ("[::1]:8700", "", "[::1]"),
+        ("0.0.0.0", "", socket.gethostname()),
+        ("[::]:80", "", socket.gethostname()),
+        ("0.0.0.0:80", "host.docker.internal", "host.docker.internal"),
+    ],
+)
+def test_agents_are_told_a_host_that_they_can_reach(listen: str, advertise: str, host: str) -> None:
+    assert host_of(listen, advertise) == host
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("listen", "http://a"), ("listen", "a:http"), ("listen", "::1"), ("advertise", "a:80"),
+     ("listen", ""), ("advertise", "a b")],
+)  # fmt: skip
+def test_an_address_that_is_none_is_refused(name: str, value: str) -> None:
+    problems = checks.examine(tiny_config(env={"path": "a.py:A", name: value}), 1).problems
+    assert [each.field for each in problems if each.field == f"env.{name}"] == [f"env.{name}"]
+
+
 def test_tokens_of_finished_episodes_are_refused(tokenizer: Any) -> None:
     found: list[Any] = []
 
@@ -628,6 +696,8 @@ def test_tokens_of_finished_episodes_are_refused(tokenizer: Any) -> None:
 
 def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
     class Broken:
+        address = ("127.0.0.1", "")
+
         max_tokens_total = 500
 
         async def chat(self, *messages: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import prod
 
 from r3 import extras
-from r3.config import Config
+from r3.config import Config, EnvConfig
 from r3.data.sources import files_of
 from r3.models.shape import ModelShape
 from r3.models.tensors import frozen_tensors
@@ -103,6 +103,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("data", data),
         *(("", each) for each in source_lines(config.data.path, prompts.read)),
         ("task", f"{environment}, reward {reward_text(config)}" if samples else ""),
+        ("endpoint", _reached(config.env) if samples else ""),
         ("step", _step(config) if config.trains else ""),
         ("replay", _replay(config, is_moe) if samples and config.trains else ""),
         *(("judge", text) for name, text in judges.items() if name in config.reward_functions),
@@ -116,6 +117,17 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("folder", config.log.dir),
     ]
     return [*(f"{label:11}{text}" for label, text in lines if text), *opened.notes]
+
+
+def _reached(env: EnvConfig) -> str:
+    """Say who can reach the endpoint of agents, where that is more than this machine."""
+    if env.listen == EnvConfig().listen:
+        return ""
+    told = f", told to agents as {env.advertise}" if env.advertise else ""
+    return (
+        f"listens on {env.listen}{told}: who reaches that address can call the model with the "
+        "token of an episode, unencrypted"
+    )
 
 
 def _layout(config: Config, task: Task, mesh: Mesh, device: Device) -> str:
