@@ -89,7 +89,7 @@ class EnvConfig:
     port."""
     advertise: str = setting(
         "",
-        pattern=_HOST,
+        pattern=rf"(?:{_HOST})?",
         words="a host name or an address, without port",
         fix="the name by which agents reach this machine, such as host.docker.internal",
         resume=True,
