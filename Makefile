@@ -76,11 +76,12 @@ docs: ## build docs/ as a web site in docs/_build/html, every link checked (own 
 	@.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r requirements/docs.txt
 	.venv-docs/bin/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 
-lock: setup ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the pins (needs the network)
-	$(UV) pip compile requirements/cpu.in --override requirements/overrides.txt \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	  --custom-compile-command 'make lock   (how and why: requirements/README.md)' \
-	  --output-file requirements/cpu.txt --quiet $(LOCK_ARGS)
+lock: setup ## resolve requirements/cpu.in into both locks; LOCK_ARGS=--upgrade moves the pins (needs the network)
+	set -e; for lock in cpu=3.11 cpu-py312=3.12; do \
+	  $(UV) pip compile requirements/cpu.in --override requirements/overrides.txt \
+	    --python-version $${lock#*=} --python-platform x86_64-manylinux_2_28 \
+	    --custom-compile-command 'make lock   (how and why: requirements/README.md)' \
+	    --output-file requirements/$${lock%=*}.txt --quiet $(LOCK_ARGS); done
 
 # Wheels only, as on a cluster without compilers. llguidance, which vLLM needs, asks for glibc 2.31.
 resolve: setup ## resolve the GPU stack for each supported vLLM and Python (needs the network)

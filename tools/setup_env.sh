@@ -3,12 +3,12 @@
 #
 #   tools/setup_env.sh
 #
-# PYTHON           interpreter for a new .venv (default: python3.11, then 3.12, 3.13, python3)
+# PYTHON           interpreter for a new .venv (default: python3.11, then 3.12, 3.13, python3); 3.12 and later
+#                  get requirements/cpu-py312.txt
 # R3_TORCH_INDEX   where to look for the CPU build of torch when pip's own settings offer none
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-lock=requirements/cpu.txt
 venv=.venv
 py=$venv/bin/python
 stamp=$venv/r3-setup
@@ -39,12 +39,25 @@ shown() {
   return "$code"
 }
 new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+version_of() { "$1" -c 'import sys; print("{}.{}".format(*sys.version_info))'; }
+# Sets lock, and key: what it holds and where. An editable install points at the folder.
+choose_lock() {
+  lock=requirements/cpu.txt
+  [ "$(version_of "$py")" = 3.11 ] || lock=requirements/cpu-py312.txt
+  key=$({ cat "$lock" pyproject.toml tools/setup_env.sh tools/uv_settings.py; pwd -P; } | sha256sum | cut -d ' ' -f 1)
+}
 
-# The folder is part of the key: an editable install points at it.
-key=$({ cat "$lock" pyproject.toml tools/setup_env.sh tools/uv_settings.py; pwd -P; } | sha256sum | cut -d ' ' -f 1)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && new_enough "$py"; then
-  say "$venv is up to date"
-  exit 0
+if new_enough "$py"; then
+  if [ -n "${PYTHON:-}" ] && new_enough "$PYTHON" && [ "$(version_of "$PYTHON")" != "$(version_of "$py")" ]; then
+    echo "setup: PYTHON=$PYTHON is Python $(version_of "$PYTHON"), and $venv has Python $(version_of "$py")." \
+      "Move $venv away, or leave PYTHON out" >&2
+    exit 1
+  fi
+  choose_lock
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
+    say "$venv is up to date"
+    exit 0
+  fi
 fi
 rm -f "$stamp"
 if compgen -G "$venv/lib/python3.*/site-packages/vllm-*.dist-info" >/dev/null; then
@@ -63,12 +76,13 @@ if ! new_enough "$py" || ! "$py" -c 'import pip' 2>/dev/null; then
   done
   if [ -z "$base" ]; then
     echo "setup: no usable Python: tried ${PYTHON:-python3.11, python3.12, python3.13, python3}." \
-      "r3 needs Python 3.11 or later with its venv module (3.11 is what the lock is made for);" \
+      "r3 needs Python 3.11 or later with its venv module (the locks are for 3.11 and 3.12);" \
       "name one with PYTHON=/path/to/python3.11" >&2
     exit 1
   fi
   "$base" -m venv --clear "$venv"
 fi
+choose_lock
 say "$("$py" --version) in $venv"
 
 # An install that was interrupted can leave a package that pip takes for complete. pip and uv write INSTALLER

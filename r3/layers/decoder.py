@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3.layers.attention import CausalAttention, ContextParallelAttention
@@ -34,6 +35,47 @@ def _scaled_addition(factor: float) -> Callable[..., Any]:
         return residual + output * factor
 
     return lambda _training, _fused: add
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with the modules of its spec, under 0.19 as under 0.16.
+
+    Without a query projection, 0.19 builds a projection of TransformerEngine in place of the spec's
+    (`_resolve_qk_norm_config`). For packed sequences it pads values to the width of keys, and cuts
+    the output as if heads were its last dimension (`_run_core_attention`); R3's attention takes
+    values of their own width. 0.16 calls neither method.
+
+    Source: megatron/core/transformer/multi_latent_attention.py of 0.19.2.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return dict(vars(submodules))
+
+    def _run_core_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        attn_mask_type: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.core_attention(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params, **options
+        )
+        return out
+
+
+def _moe_parts(mlp: Any) -> Any:
+    """The parts of a MoE layer's spec; None for a dense MLP.
+
+    The spec is a ModuleSpec in 0.16 and a functools.partial in 0.19.
+    """
+    is_spec = isinstance(mlp, ModuleSpec)
+    if (mlp.module if is_spec else mlp.func) is not MoELayer:
+        return None
+    return mlp.submodules if is_spec else mlp.keywords["submodules"]
 
 
 def decoder_spec(
@@ -72,12 +114,13 @@ def decoder_spec(
             # summed over tp.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            parts.self_attention.module = LatentAttention
         elif shape.qk_norm == "all":
             attention.q_layernorm, attention.k_layernorm = QueryHeadsNorm, KeyHeadsNorm
         elif shape.qk_norm == "head":
             attention.q_layernorm = attention.k_layernorm = norm
-        if experts and parts.mlp.module is MoELayer:
-            parts.mlp.submodules.experts = ModuleSpec(module=experts)
+        if experts and (moe := _moe_parts(parts.mlp)):
+            moe.experts = experts
     for place, number in enumerate(layers):
         if number in shape.delta_layers:
             # A copy: layers of one kind share their spec.

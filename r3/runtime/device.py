@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -161,6 +163,11 @@ def prepare_environment() -> None:
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
         # This logger reports that Triton is absent.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        # Megatron-Core 0.19 imports these kernels, and so Triton, whether or not it calls them.
+        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = None
+        kernels.paged_stash_pop_kernel = None
+        sys.modules.setdefault(kernels.__name__, kernels)
     for name, value in (defaults | writable_caches()).items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:

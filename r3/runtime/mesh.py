@@ -246,7 +246,10 @@ def _undo_compilation() -> None:
 
 
 def _repair_without_transformer_engine() -> None:
-    """Upstream faults of 0.16.1 that show when TransformerEngine is absent, on CUDA as well."""
+    """Upstream faults that show when TransformerEngine is absent, on CUDA as well.
+
+    0.16.1 has all of them, 0.19.2 the second and the last.
+    """
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # NameError in the router's gating product
@@ -261,3 +264,7 @@ def _repair_without_transformer_engine() -> None:
     attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     if not isinstance(attention.TELinear, type):  # a MagicMock there: isinstance() raises
         attention.HAVE_TE = False  # type: ignore[attr-defined]
+    if attention.Linear is None:
+        # 0.19.2 has its name only with TransformerEngine, and refuses whatever it does not know.
+        layers = importlib.import_module("megatron.core.post_training.modelopt.layers")
+        attention.Linear = layers.Linear  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sources import ROOT
 from tools.uv_settings import variables
 
 FILE = """
@@ -46,3 +47,24 @@ def test_settings_of_pip_become_those_of_uv(tmp_path: Path) -> None:
 def test_no_settings_are_no_variables() -> None:
     assert variables([]) == []
     assert variables(["global.timeout='60'", "list.cert='/no.pem'"]) == []
+
+
+def test_setup_does_not_change_the_python_of_an_environment(tmp_path: Path) -> None:
+    for name in ("tools/setup_env.sh", "tools/uv_settings.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "requirements").mkdir()
+    # Interpreters that answer both questions of the script: new enough, and which version.
+    for name, version in ((".venv/bin/python", "3.11"), ("python3.12", "3.12")):
+        interpreter = tmp_path / name
+        interpreter.parent.mkdir(parents=True, exist_ok=True)
+        interpreter.write_text(f"#!/bin/sh\necho {version}\n")
+        interpreter.chmod(0o755)
+        (tmp_path / f"requirements/{'cpu' if version == '3.11' else 'cpu-py312'}.txt").touch()
+    setup = ["bash", str(tmp_path / "tools/setup_env.sh")]
+    environment = os.environ | {"PYTHON": str(tmp_path / "python3.12")}
+    done = subprocess.run(setup, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == (
+        f"setup: PYTHON={tmp_path}/python3.12 is Python 3.12, and .venv has Python 3.11. "
+        "Move .venv away, or leave PYTHON out\n"
+    )
