@@ -19,12 +19,13 @@ from r3 import Result, RunError, train
 from r3.cli.parse import from_python
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
+from tests.errors import Patch
 from tests.tiny import FEW_ROWS
 from tests.world import ROOT
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -56,7 +57,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         train("tiny-smoke", {"parallel.ep": 1, "train.steps": np.float32(3)})
 
 
-def test_ranks_must_be_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_must_be_possible(monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match="ranks = 0: must be at least 1"):
         train("tiny", ranks=0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -97,9 +98,7 @@ except AttributeError as error:
     assert done.stdout == "module 'r3' has no attribute 'trian'\n"
 
 
-def test_a_function_of_an_imported_file_stands_for_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_of_an_imported_file_stands_for_its_name(monkeypatch: Patch) -> None:
     Path("my_reward.py").write_text("def brief(response, prompt):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
     brief = importlib.import_module("my_reward").brief

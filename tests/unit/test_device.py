@@ -19,11 +19,12 @@ from r3 import extras
 from r3.models.shape import ModelShape
 from r3.runtime import Stash, ipc_arguments, to_host
 from r3.runtime.device import Device, free_port, prepare_environment, seed_everything
+from tests.errors import Patch
 from tests.memory import lock_page, resident_bytes
 from tests.tiny import tiny_config
 
 
-def test_deterministic_mode_reaches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_reaches_torch(monkeypatch: Patch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seed_everything(3, deterministic=False)
@@ -72,14 +73,14 @@ def test_stash_keeps_the_first_copy_out_and_the_first_copy_back() -> None:
         stash.get("x", tensor)
 
 
-def test_vllm_is_quiet_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_quiet_on_cpu(monkeypatch: Patch) -> None:
     # On CUDA its warnings are shown: test_rehearsal.py.
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     prepare_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
-def test_engines_do_without_flashinfer_unless_a_user_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_do_without_flashinfer_unless_a_user_asks(monkeypatch: Patch) -> None:
     """Else a dense engine of vLLM 0.26 needs the package, and some machines cannot compile it."""
     for asked in ("", "1"):
         monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
@@ -98,9 +99,7 @@ def test_copies_on_the_host_are_reused() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_are_refused_under_both_names(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expandable_segments_are_refused_under_both_names(name: str, monkeypatch: Patch) -> None:
     config = tiny_config()
     shape = ModelShape.read(config.model.path)
     monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")

@@ -24,6 +24,7 @@ from r3.config import ConfigError, EnvConfig
 from r3.envs import Model
 from r3.rollout import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
+from tests.errors import Capsys
 from tests.rounds import numbered, play_round
 from tests.talkers import values
 from tests.tiny import tiny_config
@@ -497,7 +498,7 @@ def test_options_reach_the_engine() -> None:
 
 
 def test_trained_calls_are_sampled_as_the_run_says(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def agent(client: Any) -> Any:
         await chat(client, temperature=0.0, top_p=0.5)
@@ -744,7 +745,7 @@ def test_a_request_sent_again_after_a_hang_up_continues_its_sequence(way: str) -
 
 
 def test_a_client_that_vanishes_in_mid_body_is_counted_and_prints_nothing(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capfd: Capsys, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def agent(client: Any) -> Any:
         address = client.base_url

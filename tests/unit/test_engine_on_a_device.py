@@ -26,6 +26,7 @@ from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime import say
 from r3.runtime.device import Device, programs_on
+from tests.errors import Patch
 from tests.families import family
 from tests.tiny import tiny_config
 
@@ -142,7 +143,7 @@ def vllm_logger() -> Any:
 
 
 def test_warnings_of_vllm_do_not_break_lines(
-    vllm_logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    vllm_logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("sys.stderr", sys.stdout)  # one console for both
@@ -168,7 +169,7 @@ def test_warnings_of_vllm_do_not_break_lines(
 
 
 def test_logging_that_a_user_configures_stays(
-    vllm_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+    vllm_logger: logging.Logger, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "mine.json")
     before = list(vllm_logger.handlers)

@@ -24,6 +24,7 @@ from r3.config import with_values
 from r3.models.shape import ModelShape
 from r3.rescore import parse as parse_rescore
 from r3.tools.planning.memory_plan import fit
+from tests.errors import Patch
 from tests.families import random_checkpoint
 from tests.runs import program
 from tests.world import ROOT
@@ -38,9 +39,7 @@ def programs(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("small", [False, pytest.param(True, marks=pytest.mark.large)])
-def test_steps_type_what_exists(
-    small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_type_what_exists(small: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     made = random_checkpoint(tmp_path / "models/large", num_experts=8, num_experts_per_tok=2)
     for name in ("cut", *FAMILIES):
         (tmp_path / "models" / name).symlink_to(made)
@@ -72,7 +71,7 @@ def test_steps_type_what_exists(
     assert is_alone == sorted(is_alone), "steps that share the device come first"
 
 
-def test_the_large_steps_fit_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_steps_fit_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
     random_checkpoint(tmp_path / "models/large")
     (tmp_path / "models/cut").symlink_to(tmp_path / "models/large")

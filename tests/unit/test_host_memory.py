@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from r3 import extras
+from tests.errors import Patch
 
 PART = 1 << 16
 host_memory = extras.host_memory()
@@ -61,7 +62,7 @@ def is_resident(address: int, size: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_memory, "_PART", PART)
 
 
@@ -92,7 +93,7 @@ def test_residency_is_seen() -> None:
     assert not is_resident(ctypes.addressof(pointer), 2 * PART)
 
 
-def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_register_at_a_time(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_memory, "host_processors", lambda: 2.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     # One thread alone would wait here for the other.
@@ -102,7 +103,7 @@ def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(set(calls.by)) == 2
 
 
-def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_share_its_processors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_memory, "host_processors", lambda: 4.0)
     for ranks, threads in ((1, 4), (2, 2), (8, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -134,7 +135,7 @@ def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> No
     assert calls.registered == calls.released == []
 
 
-def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_huge_pages_gives_others(monkeypatch: Patch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # no system knows this advice
     with pytest.raises(OSError, match="Invalid argument"):
         mmap.mmap(-1, PART).madvise(mmap.MADV_HUGEPAGE)

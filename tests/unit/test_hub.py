@@ -25,6 +25,7 @@ from r3 import assets, extras
 from r3.cli import parse as cli
 from r3.models import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape
+from tests.errors import Capsys, Patch
 from tests.hub import Hub, serving, sha_of
 
 download = extras.downloads()
@@ -57,7 +58,7 @@ def sharded(folder: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[Hub]:
     """A hub with the embedded model, and an empty cache."""
     with serving(Hub({"owner/tiny": {"main": copy_of_tiny(tmp_path / "tiny")}})) as found:
         files = "/{repo_id}/resolve/{revision}/{filename}"
@@ -81,7 +82,7 @@ def fetch(name: str = NAME) -> Path:
     return download.fetch_small(name)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str | None, str]:
+def printed(capsys: Capsys, *argv: str) -> tuple[int | str | None, str]:
     start_again()
     with pytest.raises(SystemExit) as ended:
         cli.parse(["tiny", "--model.path", *argv])
@@ -90,7 +91,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str |
 
 
 def test_a_plan_takes_the_small_files_and_says_what_a_start_downloads(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
+    hub: Hub, capsys: Capsys
 ) -> None:
     code, plan = printed(capsys, NAME, "--dry-run", "--device-gib", "80")
     assert code == 0 and "2.1 MiB of weights are not in the cache" in plan
@@ -104,15 +105,13 @@ def test_a_plan_takes_the_small_files_and_says_what_a_start_downloads(
     assert hub.sent[WEIGHTS] == (assets.TINY_MOE / WEIGHTS).stat().st_size
 
 
-def test_a_check_downloads_no_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_downloads_no_weights(hub: Hub, capsys: Capsys) -> None:
     cli.parse(["tiny", "--model.path", NAME, "--check"])
     assert "note: model.path hub:owner/tiny: 2.1 MiB of weights" in capsys.readouterr().out
     assert not hub.sent[WEIGHTS]
 
 
-def test_nothing_is_downloaded_while_something_else_is_wrong(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_downloaded_while_something_else_is_wrong(hub: Hub, capsys: Capsys) -> None:
     code, text = printed(capsys, NAME, "--parallel.ep", "1", "--train.lr", "-1")
     assert code == 2 and "train.lr" in text and "weights" not in text
     assert not hub.sent[WEIGHTS]
@@ -130,7 +129,7 @@ def test_a_model_by_name_is_read_like_its_folder(hub: Hub, tmp_path: Path) -> No
 
 
 def test_a_model_in_the_cache_needs_no_network_and_stays_as_it_is(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: Hub, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     first, asked = fetch(), sum(hub.asked.values())
     (tmp_path / "tiny" / "generation_config.json").write_text("{}")  # the branch moves
@@ -227,7 +226,7 @@ def test_one_process_downloads_and_the_others_wait(hub: Hub, tmp_path: Path) -> 
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_named(
-    name: str, message: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, hub: Hub, tmp_path: Path, capsys: Capsys
 ) -> None:
     hub.models["owner/closed"] = hub.models["owner/tiny"]
     hub.gated.add("owner/closed")
@@ -245,7 +244,7 @@ def test_weights_in_another_format_are_named(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_no_answer_names_the_mirror_and_the_cache(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     code, text = printed(capsys, NAME, "--parallel.ep", "1")
@@ -255,7 +254,7 @@ def test_no_answer_names_the_mirror_and_the_cache(
 
 @pytest.mark.parametrize("mode", [(), ("--check",), ("--dry-run",)])
 def test_a_full_disk_is_said_before_the_download(
-    mode: tuple[str, ...], hub: Hub, capsys: pytest.CaptureFixture[str]
+    mode: tuple[str, ...], hub: Hub, capsys: Capsys
 ) -> None:
     hub.claimed[WEIGHTS] = 2**60
     code, text = printed(capsys, NAME, "--parallel.ep", "1", *mode)
@@ -263,9 +262,7 @@ def test_a_full_disk_is_said_before_the_download(
     assert "HF_HUB_CACHE" in text and not hub.sent[WEIGHTS]
 
 
-def test_a_teacher_and_a_reward_model_may_be_names_too(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_and_a_reward_model_may_be_names_too(hub: Hub, capsys: Capsys) -> None:
     flags = ["--parallel.ep", "1", "--algo.teacher", NAME, "--dry-run"]
     code, text = printed(capsys, str(assets.TINY_MOE), *flags)
     assert code == 0 and "algo.teacher = 'hub:owner/tiny': 2.1 MiB of weights" in text
@@ -275,7 +272,7 @@ def test_a_teacher_and_a_reward_model_may_be_names_too(
 
 
 def test_tensors_that_do_not_fit_are_named_before_the_download(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    hub: Hub, capsys: Capsys, tmp_path: Path
 ) -> None:
     """By the index. Prediction layers are left out, whether config.json counts them or not."""
     shape = ModelShape.read(assets.TINY_MOE)

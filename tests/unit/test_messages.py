@@ -28,6 +28,7 @@ from r3.rewards.scorer import RewardError, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt
 from r3.user_code import UserFileError, load, time_limit
+from tests.errors import Patch
 from tests.settings import found, found_in_files
 from tests.tiny import responded, tiny_config
 
@@ -111,7 +112,7 @@ def http(**fields: str) -> RewardConfig:
 
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "sk-s\u00e9cret", "\tsk-secret"])
-def test_key_no_header_may_hold_is_never_printed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_no_header_may_hold_is_never_printed(key: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", key)
     with pytest.raises(ConfigError, match=r"character \d+ of its \d+") as error:
         make_scorer(http(url="http://host/v1", api_key_env="GRADER_KEY"))
@@ -132,7 +133,7 @@ class Repeats(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_the_server_repeats_is_masked(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "sk-secret")
     messages = ({"role": "user", "content": "3 + 4?"},)
     prompt = Prompt(id="a:1", messages=messages, tokens_T=(1,), answer="7")
@@ -195,7 +196,7 @@ def test_a_template_that_fails_is_one_message(template: str, text: str, model: P
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_template_that_never_ends_is_cut(
-    in_thread: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    in_thread: bool, tokenizer: Any, monkeypatch: Patch
 ) -> None:
     """In a thread too, where the chat templates of workflows are rendered."""
 

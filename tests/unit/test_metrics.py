@@ -50,6 +50,7 @@ from r3.metrics import (
 from r3.metrics.console import COLUMNS, Console, notes, stage, step_line
 from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
+from tests.errors import Patch
 from tests.tiny import tiny_config
 
 ALONE = Axis(name="world", group=None, rank=0, size=1)
@@ -470,7 +471,7 @@ def test_every_column_is_explained_in_help_and_docs() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
-def test_the_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_fits_the_terminal(width: int, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     everything = {key: 0.123456 for column in COLUMNS for key in column.keys} | ROW
     stream = Terminal()
@@ -486,7 +487,7 @@ def test_the_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_a_sample_is_shown_in_colours_or_as_plain_lines(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    stream: io.StringIO, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -505,7 +506,7 @@ def test_a_sample_is_shown_in_colours_or_as_plain_lines(
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_a_stage_says_what_is_loaded_and_how_long_it_took(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    stream: io.StringIO, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.delenv("RANK", raising=False)
@@ -531,7 +532,7 @@ def test_a_log_file_gets_plain_lines() -> None:
     assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.500\n"
 
 
-def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     console = Console(is_leader=True, progress=False, stream=stream)
@@ -632,9 +633,7 @@ def test_tensorboard_may_end_before_the_run(tmp_path: Path) -> None:
     assert threading.excepthook == before
 
 
-def test_the_thread_of_tensorboard_alone_shows_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_of_tensorboard_alone_shows_no_error(tmp_path: Path, monkeypatch: Patch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.thread.name))
 

@@ -13,6 +13,7 @@ import torch
 
 from r3.runtime import Surroundings, open_missing
 from r3.user_code import load
+from tests.errors import Capsys
 from tests.runs import program
 from tests.world import ROOT
 
@@ -36,7 +37,7 @@ from tests.world import ROOT
     ],
 )
 def test_a_file_that_changes_the_process_when_it_is_imported_is_undone(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, said: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -54,9 +55,7 @@ def test_a_file_that_changes_the_process_when_it_is_imported_is_undone(
         before.restore("this test")
 
 
-def test_what_a_thread_changed_is_set_back_and_said_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_thread_changed_is_set_back_and_said_once(capsys: Capsys) -> None:
     kept = Surroundings()
     for _ in range(2):
         thread = threading.Thread(target=torch.set_default_dtype, args=(torch.float64,))

@@ -250,11 +250,7 @@ def test_the_panel_by_position_by_hand() -> None:
     assert found.pop("abs_mean_depth/4-16k") is None
     assert found == pytest.approx(
         # float32 rounds 0.1.
-        {
-            "abs_mean_depth/0-1k": 0.2,
-            "abs_mean_depth/1-4k": 1.0,
-            "abs_mean_depth/16k_up": 0.5,
-        },
+        {"abs_mean_depth/0-1k": 0.2, "abs_mean_depth/1-4k": 1.0, "abs_mean_depth/16k_up": 0.5},
         rel=1e-6,
     )
     assert panel["f2_depth/1-4k"] == 1.0 and panel["f2_depth/0-1k"] == 0.0

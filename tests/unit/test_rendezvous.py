@@ -13,6 +13,7 @@ import pytest
 from r3.launch import rendezvous
 from r3.launch.rendezvous import addressed, impatient, is_here
 from r3.runtime.device import free_port
+from tests.errors import Patch
 from tests.runs import program
 
 _RANK = """
@@ -53,9 +54,7 @@ def test_a_rendezvous_that_does_not_resolve_is_named() -> None:
         addressed(words(rdzv_endpoint=f"{_NOWHERE}:29500"))
 
 
-def test_addresses_stand_for_a_name_of_this_machine_that_is_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_addresses_stand_for_a_name_of_this_machine_that_is_unknown(monkeypatch: Patch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert addressed(words()) == []
     monkeypatch.setattr(rendezvous, "_own_address", lambda *_: "10.0.0.7")  # its name may be known
@@ -75,7 +74,7 @@ def test_addresses_stand_for_a_name_of_this_machine_that_is_unknown(
     assert is_here("localhost") and not is_here("192.0.2.1")  # RFC 5737: of no machine
 
 
-def test_a_wait_for_other_launchers_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_other_launchers_says_for_whom(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.01)
 
     def said(port: int) -> list[str]:

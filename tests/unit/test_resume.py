@@ -24,6 +24,7 @@ from r3.rollout import read_task
 from r3.run import Opened, ResumeError, RunDir, RunState, newest_whole, open_run, step_folders
 from r3.run.prepare import digests_of
 from r3.runtime.mesh import Axis
+from tests.errors import Patch
 from tests.run_folder import publish
 from tests.tiny import tiny_config
 
@@ -384,11 +385,11 @@ def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:
 
 
 @pytest.fixture
-def by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_launcher(monkeypatch: Patch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
 
-def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: Patch) -> None:
     attempt(tmp_path, reaches=2, saves=2)  # a person starts the run; step 3 fails
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     attempt(tmp_path, reaches=2)  # step 3 fails again

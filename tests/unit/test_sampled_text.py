@@ -33,6 +33,7 @@ from r3.envs import (
 from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code import time_limit
+from tests.errors import Capsys, Patch
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
@@ -161,7 +162,7 @@ def failing(parse: Parse) -> MessageReader:
     return MessageReader(lambda tools: parse, limit_s=0.2)
 
 
-def test_a_parser_that_raises_is_counted_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_parser_that_raises_is_counted_and_said_once(capfd: Capsys) -> None:
     def parse(text: str, tokens: Sequence[int]) -> Parsed:
         raise KeyError("name")
 
@@ -272,7 +273,7 @@ def of_library(name: str) -> tuple[Any, Any]:
     return judge.function, sys.modules["r3.judges.verifier"]
 
 
-def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_scores_any_response(monkeypatch: Patch) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     equal, verify = of_library("math")
     monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
@@ -287,7 +288,7 @@ def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_others_scorers_fail_or_run_without_end_for_one_response_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Patch, capsys: Capsys
 ) -> None:
     _, verify = of_library("gym")
     monkeypatch.setattr(verify, "_LIMIT_S", 0.3)

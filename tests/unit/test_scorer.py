@@ -23,6 +23,7 @@ from r3.rewards import CallError
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt, Rollout
+from tests.errors import Capsys, Patch
 from tests.tiny import FEW_ROWS, tiny_config
 from tests.tiny import QUESTION as PROMPT
 from tests.tiny import responded as rollout
@@ -324,7 +325,7 @@ def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_a_function_of_weight_0_that_fails_leaves_the_sum(
-    file: Path, on_error: str, capsys: pytest.CaptureFixture[str]
+    file: Path, on_error: str, capsys: Capsys
 ) -> None:
     settings: dict[str, Any] = {"on_error": on_error, "retries": 0}
     functions = ("gsm8k", f"{file}:crash")
@@ -389,7 +390,7 @@ def test_interrupts_are_not_rewards() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("hang", "timeouts"), ("die", "crashes")])
 def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
-    file: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+    file: Path, name: str, kind: str, capsys: Capsys
 ) -> None:
     settings: dict[str, Any] = {"workers": 1, "timeout_s": 2.0, "on_error": "zero"}
     with judging("gsm8k", f"{file}:{name}", **settings) as scorer:
@@ -422,7 +423,7 @@ def test_math_compares_by_value_in_worker_processes() -> None:
     assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1
 
 
-def test_math_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_without_its_package_names_the_package(monkeypatch: Patch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
         make_scorer(RewardConfig(function=("math",)))
@@ -523,7 +524,7 @@ def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
     assert len(server.seen) == 1, "one row names http"
 
 
-def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
 
     def behave(number: int, body: dict[str, Any]) -> Answer:
@@ -747,9 +748,7 @@ def test_fields_of_the_request_are_those_that_the_server_takes() -> None:
     assert sent == {"max_completion_tokens": 64, "top_k": 1}
 
 
-def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
     server = Server(lambda number, body: completion('{"score": 1}'))
     with asking(f"{server.url}?api-version=2026-01-01", api_key_env="GRADER_KEY") as scorer:
@@ -758,9 +757,7 @@ def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(
     assert server.seen[0][2] == "/v1/chat/completions?api-version=2026-01-01 None"
 
 
-def test_a_judge_on_this_machine_is_asked_without_the_proxy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_judge_on_this_machine_is_asked_without_the_proxy(monkeypatch: Patch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     for name in ("no_proxy", "NO_PROXY"):

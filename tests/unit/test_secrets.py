@@ -10,6 +10,7 @@ import yaml
 from r3.checks import problems
 from r3.cli import parse as cli
 from r3.config import looks_like_key, to_yaml
+from tests.errors import Patch
 from tests.tables import table
 from tests.tiny import tiny_config
 
@@ -36,7 +37,7 @@ def test_what_is_no_key_is_accepted(text: str) -> None:
     assert not looks_like_key(text)
 
 
-def test_a_path_that_exists_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_exists_is_no_key(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     name = "hf_" + "ExportOfOurModelWithAVeryLongName"
     assert looks_like_key(name)
@@ -45,7 +46,7 @@ def test_a_path_that_exists_is_no_key(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_settings_that_an_earlier_version_hid_are_to_be_given_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(response, prompt, api_name=''): return 1.0\n")

@@ -9,6 +9,7 @@ import pytest
 
 from r3.data import Columns, load_prompts, read_rows
 from tests import shipped_rows
+from tests.errors import Patch
 from tests.tiny import FEW_ROWS
 
 GRADED = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))
@@ -16,7 +17,7 @@ OPTIONS: dict[str, Any] = {"max_prompt_tokens": 512}
 
 
 @pytest.fixture
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored(monkeypatch: Patch) -> None:
     for name in shipped_rows.READERS:
         monkeypatch.setattr(f"{name}.read_rows", read_rows)
     tokenised = "r3.data.prompts._prompts"
@@ -24,7 +25,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-def test_kept_rows_are_those_a_run_reads(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_rows_are_those_a_run_reads(tokenizer: Any, monkeypatch: Patch) -> None:
     """And other columns, tools or template variables get rows of their own."""
     others = [
         {"columns": GRADED},

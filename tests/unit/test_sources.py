@@ -22,6 +22,7 @@ from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data import Columns, DataError, columns_of, files_of, load_prompts, read_rows
 from r3.rollout import read_task
+from tests.errors import Patch
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found
 from tests.tables import table
@@ -69,7 +70,7 @@ SOURCES = [jsonl, parquet, saved, saved_splits, data_files]
 
 
 @pytest.fixture
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: Patch) -> None:
     """What datasets converts goes to the test's own folder."""
     import datasets
 
@@ -102,7 +103,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("source", "rule"), table("bad_sources"))
 def test_a_source_that_cannot_be_read_is_named(
-    source: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, rule: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     import datasets
 
@@ -141,7 +142,7 @@ def test_a_source_that_cannot_be_read_is_named(
     ],
 )
 def test_a_package_that_is_not_there_is_named_with_the_command(
-    package: str, make: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, make: Any, command: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     source = make(tmp_path, ROWS)
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
@@ -261,7 +262,7 @@ def test_a_split_of_a_folder_is_told_by_names(tmp_path: Path) -> None:
 
 
 def test_the_processes_of_a_start_take_what_one_has_read(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Rows with other columns are others, as are those of the next start."""
     (folder := tmp_path / "read").mkdir()
@@ -339,7 +340,7 @@ def test_rows_behind_the_first_ones_are_not_looked_at(tmp_path: Path) -> None:
     assert "eval.path" in found(values | {"eval.max_prompts": 3})
 
 
-def test_a_revision_reaches_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_reaches_the_library(tmp_path: Path, monkeypatch: Patch) -> None:
     import datasets
 
     asked: list[Any] = []

@@ -29,6 +29,7 @@ from r3.rollout import EnvironmentFailed, Task, read_task
 from r3.run import RunDir
 from r3.runtime import importing
 from r3.runtime.device import writable_caches
+from tests.errors import Patch
 from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
@@ -343,7 +344,7 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     ],
 )
 def test_a_rank_that_would_wait_without_end_says_why(
-    variables: dict[str, str], rule: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], rule: str, monkeypatch: Patch
 ) -> None:
     """Not rank 0 alone: the other ranks may be on another machine, or not exist at all."""
     for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
@@ -369,7 +370,7 @@ def test_a_rank_that_would_wait_without_end_says_why(
     ],
 )
 def test_a_machine_that_others_cannot_reach_is_named(
-    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    name: str, rule: str, monkeypatch: Patch
 ) -> None:
     """Gloo gives the others the address of the name, and they would wait without end."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
@@ -388,7 +389,7 @@ def test_a_machine_that_others_cannot_reach_is_named(
             require_others_in_reach()
 
 
-def test_small_shared_memory_is_refused_before_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_is_refused_before_its_use(monkeypatch: Patch) -> None:
     """Docker gives 64 MiB; torch's own error names no limit, and no setting."""
     shape = ModelShape.read(assets.TINY_MOE)
     free = 4 * shape.num_params
@@ -403,7 +404,7 @@ def test_small_shared_memory_is_refused_before_its_use(monkeypatch: pytest.Monke
     machine().require_memory(shape)  # one rank shares nothing
 
 
-def test_a_home_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_left_alone(monkeypatch: Patch) -> None:
     """vLLM would print eight tracebacks about it."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/proc/nobody")

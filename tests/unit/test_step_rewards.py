@@ -30,6 +30,7 @@ from r3.sync import PackingSpec, gather_lengths
 from r3.tools import trained_samples
 from r3.types import Batch, Rollout, Sample
 from r3.user_code import advantage_of
+from tests.errors import Capsys
 from tests.tiny import random_rollouts, tiny_config
 
 ALONE = Axis(name="world", group=None, rank=0, size=1)
@@ -184,9 +185,7 @@ def source(config: Config = CONFIG) -> RolloutSource:
     return RolloutSource(parts, parts, config, parts)
 
 
-def test_a_step_without_signal_is_said_at_first_and_every_tenth(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_step_without_signal_is_said_at_first_and_every_tenth(capsys: Capsys) -> None:
     of_run = source()
     flat, mixed = (
         gathered(collected(rewards=each)) for each in ((1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0))
@@ -209,9 +208,7 @@ def test_a_step_without_signal_is_said_at_first_and_every_tenth(
     assert not capsys.readouterr().err, "a teacher teaches all groups"
 
 
-def test_routers_that_send_all_tokens_the_same_way_are_said_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_routers_that_send_all_tokens_the_same_way_are_said_once(capsys: Capsys) -> None:
     working, collapsed = random_rollouts(SHAPE, (40, 41)), random_rollouts(SHAPE, (40, 41))
     for rollout in collapsed:
         rollout.routed_experts[:] = np.arange(SHAPE.topk)

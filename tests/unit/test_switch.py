@@ -7,6 +7,7 @@ import pytest
 from r3.checks import problems, warnings
 from r3.config import ConfigError
 from r3.runtime import KERNELS, VARIABLE, chosen, is_on
+from tests.errors import Patch
 from tests.tiny import tiny_config
 
 
@@ -16,7 +17,7 @@ from tests.tiny import tiny_config
     + [(" triton, sampled_experts", {"triton"}), ("sampled_attention", set())],
 )
 def test_kernels_are_used_that_the_variable_names(
-    words: str, names: set[str], monkeypatch: pytest.MonkeyPatch
+    words: str, names: set[str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(VARIABLE, words)
     assert {name for name in KERNELS if is_on(name)} == names
@@ -28,9 +29,7 @@ def test_kernels_are_used_that_the_variable_names(
 
 
 @pytest.mark.parametrize("words", ["tritons", "triton,", "none,triton", "all,triton", "ALL"])
-def test_a_name_that_no_kernel_has_is_refused_with_the_list(
-    words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_no_kernel_has_is_refused_with_the_list(words: str, monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*none or some of triton"):
         chosen(words)
     monkeypatch.setenv(VARIABLE, words)
@@ -38,6 +37,6 @@ def test_a_name_that_no_kernel_has_is_refused_with_the_list(
     assert problem.field == VARIABLE
 
 
-def test_all_kernels_are_used_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_are_used_without_the_variable(monkeypatch: Patch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert all(map(is_on, KERNELS))

@@ -15,6 +15,7 @@ from r3.metrics.console import Console
 from r3.rewards.scorer import RewardError
 from r3.run import RunDir, failure_text, write_json, write_text
 from r3.runtime import say, visible
+from tests.errors import Patch
 from tests.run_folder import write_run
 
 # What rich takes for markup, a title, a screen that is cleared, C1's introducer, a line that is
@@ -106,7 +107,7 @@ def _error(folder: Path) -> None:
 def test_commands_and_errors_show_control_characters(
     door: Callable[[Path], None],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -153,7 +154,7 @@ FLAGS = "--parallel.tp 2 --model.recompute selective --train.optimizer streamed 
     ],
 )
 def test_long_lines_are_broken_between_words_on_a_terminal_only(
-    line: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    line: str, expected: list[str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for stream, lines in ((io.StringIO(), [line]), (_Terminal(), expected)):

@@ -16,6 +16,7 @@ from r3 import extras
 from r3.checks import problems
 from r3.config import Config
 from r3.metrics import TrackerError
+from tests.errors import Patch
 from tests.tiny import tiny_config
 
 PASSWORD = "hunter2-hunter2"
@@ -35,7 +36,7 @@ def config_of(tracker: str, folder: Path) -> Config:
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder in which every package keeps what it is given. Trackio reads it once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -57,7 +58,7 @@ def made_run(config: Config, *, steps: range) -> None:
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
 def test_a_missing_package_is_a_mistake_with_the_command(
-    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
@@ -153,13 +154,13 @@ def test_mlflow_gets_everything_and_goes_on_after_a_resume(offline: Path) -> Non
     require_public(offline)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
+def stand_in(monkeypatch: Patch, init: Callable[..., Any]) -> None:
     """A package with the names of wandb's that R3 uses."""
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=dict, Settings=dict))
 
 
 def test_a_service_that_fails_is_said_once_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: dict[str, Any] = {}
     sent: list[object] = []
@@ -189,7 +190,7 @@ def test_a_service_that_fails_is_said_once_and_the_run_goes_on(
 
 
 def test_a_service_that_does_not_start_ends_the_run_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def refuse(**_: object) -> None:
         raise ConnectionError("api_key not configured")

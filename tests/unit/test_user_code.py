@@ -18,11 +18,12 @@ from r3.envs import Environments
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.user_code import advantage_of, forget_files, load
 from tests.environments import collect, prompt, said
+from tests.errors import Patch
 from tests.tiny import responded
 
 
 def test_a_run_gets_a_file_and_what_it_imports_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "of_my_reward.py").write_text("SCALE = 1\n")
@@ -132,9 +133,7 @@ def test_two_files_have_what_is_beside_them(
     forget_files()
 
 
-def test_a_module_that_python_finds_keeps_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_python_finds_keeps_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
     """Another module of the process that imports it gets the same one."""
     file = folder_with(4, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,6 +10,7 @@ import pytest
 
 from r3 import show
 from r3.run import RunDir
+from tests.errors import Capsys
 from tests.run_folder import GROUPS, SAMPLES, report_data, write_run
 
 
@@ -18,12 +19,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "first")
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def shown(capsys: Capsys, *words: object) -> str:
     show.main([*map(str, words), "--width", "100"])
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def refused(capsys: Capsys, *words: object) -> str:
     with pytest.raises(SystemExit) as ended:
         show.main([*map(str, words)])
     assert ended.value.code == 2
@@ -32,9 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-def test_newest_dump_is_shown_with_best_and_worst(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_newest_dump_is_shown_with_best_and_worst(run: Path, capsys: Capsys) -> None:
     out = shown(capsys, run)
     assert "step 3" in out and "12 samples, mean reward 0.250" in out
     assert out.count("reward 1 ") == 3 and out.count("reward 0 ") == 3
@@ -50,9 +49,7 @@ def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) 
     assert (best, worst) == ([(0, 3), (1, 3)], [(0, 0), (0, 1)])
 
 
-def test_group_is_found_by_number_and_by_prompt(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_group_is_found_by_number_and_by_prompt(run: Path, capsys: Capsys) -> None:
     by_number = shown(capsys, run, "--group", 1)
     by_name = shown(capsys, run, "--group", "rows.jsonl:2")
     assert by_number.count("rows.jsonl:2  sample") == SAMPLES
@@ -60,7 +57,7 @@ def test_group_is_found_by_number_and_by_prompt(
     assert 'calc({"expression": "1+2"})' in by_number, "a structured call is a line"
 
 
-def test_evaluation_shows_the_reference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_shows_the_reference(run: Path, capsys: Capsys) -> None:
     out = shown(capsys, run, "--eval", "--step", 0, "--best", 1)
     assert "heldout: 3 samples" in out and "reference\n  #### 1" in out and "advantage" not in out
 
@@ -76,21 +73,17 @@ def test_evaluation_shows_the_reference(run: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_is_not_there_is_one_line(
-    words: list[str], expected: str, run: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: str, run: Path, capsys: Capsys
 ) -> None:
     assert f"{' '.join(words[-2:])}: {expected}" in refused(capsys, run, *words)
 
 
-def test_a_folder_that_is_no_run_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: Capsys) -> None:
     assert "no such folder" in refused(capsys, tmp_path / "absent")
     assert f"r3.show: {tmp_path}: no dump of rollouts. Only" in refused(capsys, tmp_path)
 
 
-def test_what_cannot_be_read_is_noted_and_the_rest_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_noted_and_the_rest_shown(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[1:1] = ["{torn", '{"reward/mean": 1}', '{"step": 2, "reward/mean": 9, "policy": "high"}']
@@ -123,7 +116,7 @@ def test_what_cannot_be_read_is_noted_and_the_rest_shown(
 
 
 def test_equal_rewards_are_one_list_and_no_sample_is_shown_twice(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     out = shown(capsys, run, "--best", 8, "--worst", 8)
     assert out.count("  sample ") == GROUPS * SAMPLES and "shaped" not in out

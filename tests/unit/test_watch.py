@@ -13,12 +13,13 @@ import pytest
 from r3 import watch
 from r3.config import from_yaml, to_yaml, with_values
 from r3.run import RunDir, write_json
+from tests.errors import Capsys
 from tests.run_folder import write_run
 
 LOW = "\u2581"
 
 
-def shown(capsys: pytest.CaptureFixture[str], run: Path) -> str:
+def shown(capsys: Capsys, run: Path) -> str:
     watch.main([str(run), "--once"])
     return capsys.readouterr().out
 
@@ -46,7 +47,7 @@ def test_a_console_of_ascii_shows_the_run(tmp_path: Path) -> None:
 
 
 def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     run = write_run(tmp_path / "run", steps=1)
     (run / "metrics.jsonl").unlink()
@@ -64,9 +65,7 @@ def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
     assert "about 75s left" in out, "ten steps as long as the newest ten, without evaluations"
 
 
-def test_screen_has_progress_figures_and_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_screen_has_progress_figures_and_phases(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=1)  # of the 2 that its config asks for
     beat(run, 0, "generate")
     beat(run, 1, "train")
@@ -76,7 +75,7 @@ def test_screen_has_progress_figures_and_phases(
     assert "generate: rank 0" in out and "train: rank 1" in out
 
 
-def test_silence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silence_is_said(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=1)
     assert "no heartbeats" in shown(capsys, run)
     beat(run, 0, "train", silent_s=240.0)
@@ -100,9 +99,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("word", ["hold", "release"])
-def test_a_killed_run_is_not_shown_as_alive(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_is_not_shown_as_alive(word: str, tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=1)
     beat(run, 0, "train")  # a moment ago
     command = [sys.executable, "-c", HOLD, str(run), word]
@@ -116,7 +113,7 @@ def test_a_killed_run_is_not_shown_as_alive(
     assert ("left" in out) == ("train: rank 0" in out) == (word == "release")
 
 
-def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=1)
     beat(run, 0, "train")
     (run / "errors").mkdir()
@@ -129,9 +126,7 @@ def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "stopped by SIGINT after step 1" in capsys.readouterr().out
 
 
-def test_an_early_end_is_said_and_ends_the_watch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_early_end_is_said_and_ends_the_watch(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=3)  # evaluated before and after: 0.25 and 0.85
     beat(run, 0, "train")
     best = {"checkpoint.keep_best": "eval/heldout/accuracy", "checkpoint.best_is": "lowest"}
@@ -144,9 +139,7 @@ def test_an_early_end_is_said_and_ends_the_watch(
     assert "left" not in out and "train: rank 0" not in out
 
 
-def test_files_that_cannot_be_read_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=1)
     beat(run, 0, "train")
     for number, content in enumerate(("[]", '{"rank": "one"}', "{"), 1):
@@ -171,7 +164,7 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     [(["--every", "0"], "--every 0: must be > 0"), ([], "no config.yaml in this folder")],
 )
 def test_mistakes_are_one_line(
-    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         watch.main([str(tmp_path), *words])
