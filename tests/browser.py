@@ -1,7 +1,5 @@
 """A real headless Chromium, driven over the W3C WebDriver protocol."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures that several folders of tests use."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 from collections.abc import Iterator
@@ -56,14 +54,3 @@ def tokenizer() -> Any:
     from r3 import assets
 
     return AutoTokenizer.from_pretrained(assets.TINY_MOE)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread, for which R3 has compiled loops on CPU."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -1,7 +1,5 @@
 """A real vLLM engine and a real Megatron policy on every rank, and what the engine samples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

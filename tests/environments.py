@@ -1,7 +1,5 @@
 """Drives environments by hand: a prompt, a message of the model, the replies."""
 
-from __future__ import annotations
-
 import time
 from typing import cast
 

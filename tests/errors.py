@@ -1,7 +1,5 @@
 """The messages of errors that a test provokes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

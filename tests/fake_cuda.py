@@ -10,8 +10,6 @@ names who asks. Torch itself, Megatron-Core and R3 run as they are.
 python -m tests.fake_cuda MODULE:CASE '{"argument": 1}'   prints what the case returns, as JSON
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

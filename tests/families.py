@@ -2,8 +2,6 @@
 checkpoints that transformers makes and writes itself.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Gradients of a float32 output layer by two halves in bfloat16, against float64."""
 
-from __future__ import annotations
-
 import torch
 
 from r3.layers.kernels import halves_of

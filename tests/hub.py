@@ -3,8 +3,6 @@
 It counts what is asked for, and can stop in the middle of a file once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

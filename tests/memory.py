@@ -1,7 +1,5 @@
 """Counts what some work allocates, and which memory is really there."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence

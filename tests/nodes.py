@@ -1,7 +1,5 @@
 """Two machines inside this one: each has its own network, host name and /dev/shm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

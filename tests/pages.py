@@ -9,8 +9,6 @@ A block that is to be run has a comment above it, which code hosts do not show:
     ```
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

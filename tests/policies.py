@@ -1,7 +1,5 @@
 """Real policies and batches of random rollouts; what their routers and gradients hold."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,15 +122,6 @@ def save_checkpoint(
     return checkpointer.write(
         checkpointer.copy(policy, device, mesh, step=step, files=files), mesh.world
     )
-
-
-def same_state(one: Policy, other: Policy) -> bool:
-    """Whether two policies have the same weights and optimizer, bit for bit."""
-    with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
-        pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
-        states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-    weights = ([policy.values(each) for each in policy.shared_buffers()] for policy in (one, other))
-    return states and all(map(torch.equal, *weights))
 
 
 def require_planned(policy: Policy) -> None:

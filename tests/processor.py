@@ -1,7 +1,5 @@
 """What some tests need of the processor, and what others emulate of one that they do not have."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

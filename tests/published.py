@@ -7,8 +7,6 @@ transformers leaves out. Weights are random. The
 files are two shards with an index, in the published data type, with tensors that R3 leaves out.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Rounds of episodes without an engine: the test says what the model answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of rows, and how they are loaded unless a test says otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder of a run, written by R3's own writers from made-up numbers: no training needed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs of `train.py` as a user starts them, for tests that look at what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The settings of `tiny` in float32 with some fields changed, and what the checks say of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from r3 import checks

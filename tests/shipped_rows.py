@@ -5,8 +5,6 @@ seconds, and tests start hundreds of them. What is kept is what `r3.data` made o
 the same tokenizer, chat template and columns; all others are read anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module

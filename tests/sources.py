@@ -1,7 +1,5 @@
 """Reads Python sources as syntax trees, for the rules about this repository."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath

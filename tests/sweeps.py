@@ -1,7 +1,5 @@
 """Sweeps: the same claim for many cases, of which `make test` runs some."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of cases in text files beside the tests, one case per line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversations with a real engine, and the same tokens in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

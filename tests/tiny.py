@@ -2,8 +2,6 @@
 stand-in.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 vLLM spawns its engine and a worker, which import what is `__main__` here: not all of the server.
 """
 
-from __future__ import annotations
-
 import runpy
 
 if __name__ == "__main__":

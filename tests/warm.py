@@ -9,8 +9,6 @@ A variable `PLACE` lets a program run in the namespaces of another process, whic
 forks it has not; a variable `PID_FILE` names a file that gets its process id, for its signals.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc

@@ -3,8 +3,6 @@
 Also `-m MODULE ...` and `-c CODE`.
 """
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -11,8 +11,6 @@ have imported them and done nothing else (`tests.warm`); there are two, so that 
 order of their sets as programs of torchrun do.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -61,13 +59,6 @@ def restored(kind: Any, value: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType) and value is not None:
         return restored(next(one for one in arguments if one is not type(None)), value)
     return value
-
-
-def ranks_read_each_other() -> bool:
-    """Whether the system lets ranks of these tests, which have different parents, read each other's
-    memory."""
-    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
-    return not yama.exists() or yama.read_text().strip() == "0"
 
 
 class Rank:

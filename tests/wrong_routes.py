@@ -1,7 +1,5 @@
 """Faults in the real path of routes: what a test puts in place of a function of r3."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

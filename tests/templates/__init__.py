@@ -5,8 +5,6 @@ Each file has the structure and the control tokens of the original, and none of 
 tries every entry.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ python -m tests.unit.kernel_cases compile                 for an H100, on any ma
 python -m tests.unit.kernel_cases cuda                    compiled, on a GPU
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

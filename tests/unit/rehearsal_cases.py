@@ -1,7 +1,5 @@
 """R3's policy, its packing, a step of training and its weight stream on a fake CUDA device."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Advantages against values worked out by hand and a loop over groups."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

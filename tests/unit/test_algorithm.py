@@ -1,7 +1,5 @@
 """A loss and an advantage of a user's file: found, called with their arguments, and refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

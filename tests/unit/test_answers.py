@@ -1,7 +1,5 @@
 """Reference answers and responses with the value that a person would give."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

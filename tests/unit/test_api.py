@@ -1,7 +1,5 @@
 """`from r3 import train`: mistakes are exceptions, and importing it costs nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

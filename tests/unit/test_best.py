@@ -6,8 +6,6 @@ that is not a number is the best for ever; the metric is compared in the wrong d
 value counts as better, so that the run never ends.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

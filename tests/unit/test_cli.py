@@ -1,7 +1,5 @@
 """The command line: help, dry runs, own settings, and one message with exit code 2."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

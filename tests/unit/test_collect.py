@@ -1,7 +1,5 @@
 """One round of conversations without an engine: the test writes what the model says."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

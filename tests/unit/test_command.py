@@ -1,7 +1,5 @@
 """Commands as workflows: results, failures, time-outs, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every rule about combinations of settings, and every warning; test_config_*.py have the rest."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

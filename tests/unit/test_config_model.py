@@ -1,7 +1,5 @@
 """What the checks of a config say about the model folder; sizes in config.json."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

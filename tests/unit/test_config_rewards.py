@@ -1,7 +1,5 @@
 """What the checks of a config say about reward functions and reward models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of losses and advantages: built-in ones pass, and each check notices a mistake."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Messages and tools of any form: all of it reaches the model once, unchanged, or is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a row may be, and every row that is refused: named by line and field, with a rule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

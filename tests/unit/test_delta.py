@@ -1,7 +1,5 @@
 """Gated delta layers: the rule token by token in float64, and sequences that never mix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

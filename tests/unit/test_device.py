@@ -1,7 +1,5 @@
 """What can be asked of the device file without ranks."""
 
-from __future__ import annotations
-
 import inspect
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Which part of a tensor a rank of the engine has of it; a real engine is in tests/e2e."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 errors.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

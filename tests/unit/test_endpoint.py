@@ -1,7 +1,5 @@
 """OpenAI's API onto the policy, by the official client; the test writes what the model says."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

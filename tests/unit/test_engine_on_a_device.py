@@ -1,7 +1,5 @@
 """What an engine asks of a device that others use too, and how vLLM's warnings are shown."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

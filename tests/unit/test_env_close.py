@@ -1,7 +1,5 @@
 """Every environment is closed once, however its conversation ends."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 are put behind the model's.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

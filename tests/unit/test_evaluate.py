@@ -1,7 +1,5 @@
 """Figures of an evaluation against ones worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

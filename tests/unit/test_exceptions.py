@@ -1,7 +1,5 @@
 """Exceptions pass from one process to another: a pool's `map` would wait for one for ever."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from pathlib import Path

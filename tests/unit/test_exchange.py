@@ -1,7 +1,5 @@
 """What users' code is handed is its own, and numbers of other libraries count as Python's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The block that a person reads when a run ends with an error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Ranks that tests fork behave as programs would; what the launcher itself promises."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which tensors `train.freeze` keeps as they are, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3.assets import TINY_MOE

@@ -1,7 +1,5 @@
 """Both ways of fused experts compute what one expert after the other computes, backward too."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

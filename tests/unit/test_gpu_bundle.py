@@ -1,7 +1,5 @@
 """What `make gpu-bundle` does to a CUDA library, and which versions it packs."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """benchmarks/gpu.sh without its programs: what it types, in which order it runs, what it writes."""
 
-from __future__ import annotations
-
 import gzip
 import inspect
 import json

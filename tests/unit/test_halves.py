@@ -1,7 +1,5 @@
 """The output layer on CUDA: 16 bits of its gradients on tensor cores, sums in Megatron's buffer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

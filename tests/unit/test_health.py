@@ -1,7 +1,5 @@
 """What `r3.doctor --fast` says about machines that differ, are busy or do not share a disk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints are read slice by slice and written file by file, never held as a whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Host memory for copies from CUDA: touched and registered by threads, released with its tensor."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import threading

@@ -5,8 +5,6 @@ reports about other programs: parts of a model taken for all of it, the same wei
 ranks that download together, a plan that leaves a cache which looks complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

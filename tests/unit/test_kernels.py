@@ -1,7 +1,5 @@
 """The Triton kernels, run by Triton's interpreter, equal plain torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

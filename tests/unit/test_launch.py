@@ -1,7 +1,5 @@
 """The logic of launch/slurm.sbatch: real bash, with small programs in the place of Slurm and r3."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

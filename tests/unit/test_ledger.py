@@ -1,7 +1,5 @@
 """The account of routes by hand: causes of missing rows, and both ends compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

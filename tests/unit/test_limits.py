@@ -1,7 +1,5 @@
 """Limits of a job: the files of control groups as Linux, Docker and Slurm write them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A run folder has one writer: real processes hold it, are killed, and stop beating."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

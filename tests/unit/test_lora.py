@@ -1,7 +1,5 @@
 """Which matrices have adapters, what is refused, the plan of memory, and PEFT's files."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Losses against values worked out by hand, slow loops, and the identities they must obey."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

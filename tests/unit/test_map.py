@@ -1,7 +1,5 @@
 """benchmarks/when_replay_matters.py: its rule of collapse, which was written before the runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.when_replay_matters import collapsed, fell, interval, spread

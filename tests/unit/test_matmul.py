@@ -1,7 +1,5 @@
 """A processor without bfloat16 products multiplies in float32 and rounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

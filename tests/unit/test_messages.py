@@ -1,7 +1,5 @@
 """Wrong files of users end with one message that names them, and never with a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -2,8 +2,6 @@
 console.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

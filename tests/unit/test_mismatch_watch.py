@@ -1,7 +1,5 @@
 """What a run says of its mismatch: a jump over its own level, growth with the conversation."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The drawing in `types.py` checked literally, and what a plan must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

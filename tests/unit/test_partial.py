@@ -1,7 +1,5 @@
 """Partial rollouts between two steps: who resumes them, their age, and their checkpoint file."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan before a launch, against figures worked out by hand."""
 
-from __future__ import annotations
-
 import re
 import time
 from itertools import pairwise

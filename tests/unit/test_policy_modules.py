@@ -1,7 +1,5 @@
 """Parts of the policy that need no ranks: attention with grouped heads, norm, router logits."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What users' code changes for the whole process is set back, and the person hears who did it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rows become prompts or are named; their order is a pure function of seed and step."""
 
-from __future__ import annotations
-
 import copy
 import json
 from itertools import pairwise

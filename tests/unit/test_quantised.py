@@ -1,7 +1,5 @@
 """Quantised checkpoints: values are transformers' or the formula's, and exports are bfloat16."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranges of settings: what passes the checks is legal for vLLM, torch and the operating system."""
 
-from __future__ import annotations
-
 import math
 import random
 import signal

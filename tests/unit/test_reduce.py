@@ -1,7 +1,5 @@
 """Reductions and the mismatch panel against closed forms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The CUDA path on fake tensors: devices, dtypes, shapes and strides fit, without a GPU."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

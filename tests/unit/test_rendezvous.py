@@ -1,7 +1,5 @@
 """Launchers on machines with names that do not resolve, taken ports and launchers that are late."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

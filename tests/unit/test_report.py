@@ -1,7 +1,5 @@
 """What the page of `r3.report` holds, worked out by hand."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the moves of the device's memory measure and say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

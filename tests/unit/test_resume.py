@@ -1,7 +1,5 @@
 """Opening the folder of a run: what is compared, dropped, set aside, counted and refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

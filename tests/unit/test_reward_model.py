@@ -2,8 +2,6 @@
 others' work.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Rewards judge by value, and a failing reward names its sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of a run are whole or absent, read back bit for bit, and a torn last line is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

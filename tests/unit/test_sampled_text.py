@@ -1,7 +1,5 @@
 """A model may sample any text: none ends a run, none takes long, and what can be read is read."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

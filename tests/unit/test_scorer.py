@@ -1,7 +1,5 @@
 """Scorers: components never block, fail by name and add up by weight. Servers are real HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

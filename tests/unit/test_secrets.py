@@ -1,7 +1,5 @@
 """Keys in settings are refused: which texts look like one, and which do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

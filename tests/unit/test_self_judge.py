@@ -1,7 +1,5 @@
 """The policy as a judge of its own responses, without an engine: the test writes the replies."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings: fields, rules, YAML, and what may change on resume."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 refused, by key.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Weights are random tensors with Hugging Face names. A rank's memory is cut out o
 by value and without the product's code; the plan then says which rank's pieces make which tensor.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

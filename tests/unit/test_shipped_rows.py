@@ -1,7 +1,5 @@
 """What `tests.shipped_rows` keeps is what a run would read."""
 
-from __future__ import annotations
-
 from pkgutil import resolve_name
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sources of rows: files, folders, packages that make them; what is read from a row."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """A task is read from several sources and for several held-out sets, each with what is its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

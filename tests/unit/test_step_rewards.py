@@ -1,7 +1,5 @@
 """Rewards of a step: shaping, units, baselines, signal, and advantages of all ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rows of supervised training: assistant messages are found exactly, or refused by row."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

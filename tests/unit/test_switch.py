@@ -1,7 +1,5 @@
 """R3_KERNELS leaves kernels out, and refuses names that no kernel has."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3.checks import problems, warnings

@@ -1,7 +1,5 @@
 """On-policy distillation: the formula by hand, and teachers that do not fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

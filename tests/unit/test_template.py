@@ -1,7 +1,5 @@
 """What a chat template makes of given text, what ends a turn, and what follows it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

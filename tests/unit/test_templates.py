@@ -1,7 +1,5 @@
 """Templates of well-known models: each part of a conversation is shown and learned, or refused."""
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path

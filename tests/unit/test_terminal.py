@@ -1,7 +1,5 @@
 """A model's text cannot command the terminal: control characters are shown, at every door."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

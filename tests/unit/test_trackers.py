@@ -1,7 +1,5 @@
 """Experiment trackers, with the real packages where they are installed, without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

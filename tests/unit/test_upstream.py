@@ -3,8 +3,6 @@
 `make signatures` reads the signatures from the wheels into upstream.json.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

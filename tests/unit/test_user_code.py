@@ -1,7 +1,5 @@
 """Users' files: every run of a process gets them as they are."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import sys

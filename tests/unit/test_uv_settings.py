@@ -1,7 +1,5 @@
 """`make setup` looks for packages where pip would, though uv reads no settings of pip."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

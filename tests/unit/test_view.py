@@ -1,7 +1,5 @@
 """What `r3.show` prints and refuses, and what is read of a run's folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

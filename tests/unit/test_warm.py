@@ -1,7 +1,5 @@
 """The stand-in for an interpreter starts programs as the interpreter would, only sooner."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

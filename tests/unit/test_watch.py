@@ -1,7 +1,5 @@
 """What `r3.watch` shows of a run, from its files."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

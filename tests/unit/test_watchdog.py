@@ -1,7 +1,5 @@
 """A stall is reported with rank, phase, stacks and laggards; progress is not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

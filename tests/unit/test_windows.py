@@ -1,7 +1,5 @@
 """Attention with windows and sinks: the formula's values and gradients; sequences never mix."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Pools: calls end in values or failures, never in a wait."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import subprocess

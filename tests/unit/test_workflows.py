@@ -1,7 +1,5 @@
 """Workflows without an engine: the test writes what the model says."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from pathlib import Path
