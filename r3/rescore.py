@@ -5,8 +5,13 @@
 Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml
 with flags on top. Weights come from the run if it still has those that sampled the step (the
 starting model, an export, a checkpoint), or from `--weights DIR` (a Hugging Face folder or a
-checkpoint of r3). Only `--save` writes a file. No engine is built: the metrics depend only on the
-dump and the policy. If two layouts give different metrics, they compute two different policies.
+checkpoint of r3). Only `--save` writes a file. The metrics depend only on the dump and the policy.
+If two layouts give different metrics, they compute two different policies.
+
+`--engine [DIR]` decodes the tokens of the dump by the engine too, with the policy's weights or
+those of DIR: a table shows where engine and policy part (layer, position, experts), and findings
+say what that means.
+
 Exit code 2: the dump, its weights or the settings are missing or do not fit.
 """
 
@@ -41,8 +46,8 @@ from r3.run.session import init_rank
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
-from r3.sync.rollouts import PackingSpec, distribute, share_out
 from r3.tools.dumps import read_rollouts
+from r3.tools.oracle import build_engine, by_rollout, decode, packed, sides
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 
@@ -84,13 +89,19 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A checked command line."""
+    """A checked command line.
+
+    Attributes:
+        engine: a Hugging Face folder for an engine; empty: one with the policy's weights; None: no
+            engine.
+    """
 
     config: Config
     step: int
     rollouts: tuple[Rollout, ...]
     weights: Weights
     save_to: Path | None
+    engine: str | None
 
 
 def parse(argv: Sequence[str]) -> Order:
@@ -118,6 +129,14 @@ def parse(argv: Sequence[str]) -> Order:
         action="store_true",
         help="write log-probabilities and live routes per token beside the dump, for r3.report",
     )
+    parser.add_argument(
+        "--engine",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="decode the dump's tokens by the engine too, with the policy's weights or those of a "
+        "Hugging Face folder, and show where engine and policy part",
+    )
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
     try:
@@ -129,10 +148,11 @@ def parse(argv: Sequence[str]) -> Order:
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
     values = cli.settings_of(flags, problems)
+    matters = _MATTERS if words.engine is None else (*_MATTERS, "engine.")
     problems += [
         Problem(name, value, "has no effect on scores", "leave it out")
         for name, value in values.items()
-        if not name.startswith(_MATTERS)
+        if not name.startswith(matters)
     ]
     config = with_values(config, values | unused)
     if not run_dir.rollouts(words.step).exists():
@@ -151,15 +171,20 @@ def parse(argv: Sequence[str]) -> Order:
     if weights:
         config = with_values(config, weights.settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems += [p for p in validate.problems(config, world_size) if p.field.startswith(_MATTERS)]
+    problems += [p for p in validate.problems(config, world_size) if p.field.startswith(matters)]
     parallel = config.parallel
-    if words.save and max(parallel.tp, parallel.pp, parallel.cp) > 1:
-        rule = (
-            f"needs whole sequences and all layers on a rank, and parallel.tp is {parallel.tp}, "
-            f"pp {parallel.pp}, cp {parallel.cp}"
-        )
-        fix = "give --parallel.tp 1 --parallel.pp 1 --parallel.cp 1"
-        problems.append(Problem("--save", "true", rule, fix))
+    whole = {"--save": words.save, "--engine": words.engine is not None}
+    for flag in (flag for flag, given in whole.items() if given):
+        if max(parallel.tp, parallel.pp, parallel.cp) > 1:
+            rule = (
+                f"needs whole sequences and all layers on a rank, and parallel.tp is {parallel.tp},"
+                f" pp {parallel.pp}, cp {parallel.cp}"
+            )
+            fix = "give --parallel.tp 1 --parallel.pp 1 --parallel.cp 1"
+            problems.append(Problem(flag, "true", rule, fix))
+    if words.engine and not any(Path(words.engine).glob("*.safetensors")):
+        rule = "is no folder with *.safetensors"
+        problems.append(Problem("--engine", words.engine, rule, "such as RUN_DIR/hf/step_000010"))
     if problems or weights is None:
         raise ConfigError(problems)
     return Order(
@@ -168,6 +193,7 @@ def parse(argv: Sequence[str]) -> Order:
         rollouts=tuple(rollouts),
         weights=weights,
         save_to=run_dir.scores(words.step) if words.save else None,
+        engine=words.engine,
     )
 
 
@@ -235,40 +261,12 @@ def save_scores(
     writes.
 
     The file has `logprobs_replay` and `logprobs_live` [tokens], 0 where nothing was sampled, and
-    `routes_live` [rows, L, K], the experts that the routers choose without replay.
-
-    Args:
-        rollouts: those of the dump, in its order, the same on every rank.
-        micro_batches: what this rank scored; whole sequences, so no tensor, pipeline or context
-            parallelism.
-        passes: what `policy.score` returned, by "replay" and "live"; the latter recorded its
-            routes.
+    `routes_live` [rows, L, K], the experts that the routers choose without replay. Arguments as of
+    `by_rollout`, with the passes "replay" and "live".
     """
-    own: dict[int, dict[str, np.ndarray]] = {}
-    for number, micro_batch in enumerate(micro_batches):
-        starts = micro_batch.cu_seqlens[:-1]
-        for index, start in zip(micro_batch.rollout_ids, starts, strict=True):
-            if index < 0:
-                continue
-            mask_T = rollouts[index].loss_mask_T
-            rows = slice(start, start + len(mask_T) - 1)
-            own[index] = {}
-            for label, scores in passes.items():
-                # Position t scores token t + 1; the first token has no score.
-                logprobs = np.append(np.float32(0), scores.logprobs[number][rows].cpu().numpy())
-                own[index][f"logprobs_{label}"] = logprobs.astype(np.float32) * mask_T
-                if scores.ledger.recorded:
-                    routes = scores.ledger.recorded[number][rows]
-                    own[index][f"routes_{label}"] = routes.cpu().numpy()
-    everything = {i: a for part in mesh.world.all_gather_object(own) for i, a in part.items()}
-    assert everything.keys() == set(range(len(rollouts))), (
-        f"scores of {len(everything)} rollouts, the dump has {len(rollouts)}"
-    )
+    scores = by_rollout(rollouts, micro_batches, passes, mesh)
     if mesh.world.rank == 0:
-        arrays = {
-            name: np.concatenate([everything[i][name] for i in range(len(rollouts))])
-            for name in everything[0]
-        }
+        arrays = {name: np.concatenate([each[name] for each in scores]) for name in scores[0]}
         with replacing(path) as temporary:
             save_file(
                 {name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary
@@ -291,6 +289,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, rollouts = order.config, order.rollouts
     device, mesh = init_rank(config)
     shape = ModelShape.read(config.model.path)
+    engine = None
+    if order.engine is not None:
+        engine = build_engine(config, device, shape, rollouts, order.engine)
     policy = Policy(config, device, mesh, shape)
     policy_version = rollouts[0].policy_version
     if order.weights.is_checkpoint:
@@ -304,17 +305,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             weights_only=True,
         )
     captured = bool(shape.moe_layers) and rollouts[0].routed_experts.shape[1] > 0
-    (batch,), _ = distribute(
-        share_out(rollouts, device.rank, device.world_size),
-        mesh,
-        shape,
-        PackingSpec(
-            micro_batch_tokens=config.train.micro_batch_tokens,
-            layers=policy.replay.layers,
-            captured=captured,
-            on_missing="live",
-        ),
-    )
+    if engine:
+        forced, different = decode(
+            engine, policy, rollouts, device, mesh, from_disk=bool(order.engine)
+        )
+    tokens = config.train.micro_batch_tokens
+    batch = packed(rollouts, policy, mesh, tokens=tokens, captured=captured)
     modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
     if order.save_to and captured:
         modes["live"] = "record"  # routers choose as in "live", and what they choose is kept
@@ -322,6 +318,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = {label: pass_figures(policy, scores) for label, scores in passes.items()}
     if order.save_to:
         save_scores(order.save_to, rollouts, batch.micro_batches, passes, mesh)
+    parting: list[str] = []
+    if engine:
+        found = sides(policy, rollouts, forced, mesh, tokens=tokens, different=different)
+        exact = config.model.dtype == config.engine.dtype == "float32"
+        findings = found.findings(exact=exact) or ["engine and policy differ by rounding alone"]
+        parting = ["", *found.table(), *(f"finding     {each}" for each in findings)]
     if device.rank == 0:
         whole = config.rollout.prompts_per_step * config.rollout.group_size
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
@@ -337,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             *([] if captured else ["routes      none in the dump: scored live only"]),
             *table(rows),
             *([f"saved       {order.save_to}"] if order.save_to else []),
+            *parting,
         ]
         say("\n".join(lines))
     leave(0)

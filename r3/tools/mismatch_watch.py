@@ -25,12 +25,12 @@ def growth(by_depth: Mapping[str, float]) -> str:
     A report elsewhere had 0.02 below 8k tokens and 0.16 above 64k; sound models stay level.
 
     Args:
-        by_depth: mean |D| per range of `DEPTHS`, those without tokens left out.
+        by_depth: mean |D| per range of positions, first range first, those without tokens left out.
     """
-    ranges = [depth for depth in DEPTHS if depth in by_depth]
-    if len(ranges) < 2:
+    if len(by_depth) < 2:
         return ""
-    first, last = ranges[0], max(ranges[1:], key=lambda depth: by_depth[depth])
+    first, *others = by_depth
+    last = max(others, key=lambda depth: by_depth[depth])
     shallow, deep = by_depth[first], by_depth[last]
     if deep < _SMALLEST_MEAN or deep < _GROWTH * shallow:
         return ""

@@ -171,6 +171,9 @@ def test_what_cannot_be_scored_is_said_at_once(
         ),
         (["--step", "1", "--parallel.ep", "3"], "must divide the number of ranks"),
         (["--step", "1", "--save", "--parallel.tp", "2"], "needs whole sequences and all layers"),
+        (["--step", "1", "--engine", "--parallel.tp", "2"], "needs whole sequences and all layers"),
+        (["--step", "1", "--engine", str(run_dir)], "is no folder with *.safetensors"),
+        (["--step", "1", "--engine.dtype", "float32"], "has no effect on scores"),
         (["--step", "1", "--parallel.xp", "3"], "there is no such flag"),
         (["--step", "1", "--train.lr", "3"], "has no effect on scores"),
         (["--step", "1", "--parallel.ep"], "has no value"),
@@ -182,6 +185,27 @@ def test_what_cannot_be_scored_is_said_at_once(
         assert expected in str(caught.value)
     with pytest.raises(ConfigError, match=r"there is no config\.yaml"):
         parse([str(run_dir / "nowhere"), "--step", "1"])
+
+
+def test_engine_decodes_the_dump_again_bit_for_bit(
+    run_dir: Path, one_rank: dict[str, dict[str, float]]
+) -> None:
+    """Also with weights of its own: the run's first ones, then those of three steps later."""
+    asked = ("-m", "r3.rescore", str(run_dir), "--step", "1")
+    done = torchrun(2, *asked, "--parallel.ep", "2", "--engine")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert rows_of(done.stdout)["replay"] == pytest.approx(one_rank["replay"], rel=ROUNDING)
+    assert (
+        "engine now against the dump    mean |D| 0.00e+00, same experts in 100.00%" in done.stdout
+    )
+    assert "finding     engine and policy differ by rounding alone" in done.stdout
+    later = run_dir / "later"
+    done = torchrun(1, "-m", "r3.export", str(run_dir), "--step", "3", "--to", str(later))
+    assert done.returncode == 0, done.stdout[-4000:]
+    done = torchrun(1, *asked, "--parallel.ep", "1", "--engine", str(later))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " tensors of the engine are not the policy's: model.embed_tokens.weight" in done.stdout
+    assert "finding     mean |D| is " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Faults in a dump, an engine or a policy, and what the engine as an oracle says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3.engine.proof import compare
+from r3.runtime.device import Device
+from r3.tools.oracle import forced_decoding, sides
+from r3.tools.proof import sample_single_turn
+from r3.types import Rollout
+from tests.engines import World
+from tests.tiny import tiny_config
+
+LENGTHS = (10, 10, 60, 60, 300, 700, 1300)  # of prompts; two rollouts each
+CONTEXT = 256  # beyond it the rope factor is wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """Findings by planted fault.
+
+    Attributes:
+        table: of the sound case.
+        again: largest difference of log-probabilities of engine and dump in it.
+        same_routes: whether the engine chose the dump's experts in it.
+    """
+
+    findings: dict[str, list[str]]
+    table: list[str]
+    again: float
+    same_routes: bool
+
+
+def dumped(world: World) -> list[Rollout]:
+    """Rollouts of prompts of all lengths, as a step dumps them."""
+    prompts, text = [], chain.from_iterable(p.tokens_T for p in world.task.prompts.prompts)
+    for number, length in enumerate((*LENGTHS, *LENGTHS)):
+        first, own = world.task.prompts.prompts[0], tuple(islice(text, length))
+        prompts.append(replace(first, id=f"long:{number}", tokens_T=own))
+    return sample_single_turn(
+        world.engine,
+        prompts,
+        seeds=range(len(prompts)),
+        policy_version=world.engine.policy_version,
+        max_tokens=80,
+        ends=False,
+    )
+
+
+def planted(device: Device, *, model: str, dtype: str = "float32", bias: bool = False) -> Said:
+    """Compare the three sides of one dump, sound and with each fault."""
+    half = {"dtype": dtype}
+    config = tiny_config(
+        model,
+        model=half,
+        engine=half | {"max_model_len": 1400, "kv_cache_gib": 0.25},
+        train={"micro_batch_tokens": 1536},
+    )
+    world = World(device, config)
+    if bias:
+        random = torch.Generator().manual_seed(0)
+        for slot in world.policy.slots:
+            if slot.name.endswith("expert_bias"):
+                slot.tensor.copy_(0.2 * torch.randn(slot.tensor.shape, generator=random))
+    world.sync(0)
+    rollouts = dumped(world)
+    (net,) = world.engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    asked: list[Any] = []
+
+    def said(dump: Sequence[Rollout] = rollouts) -> list[str]:
+        world.engine.reset_cache()
+        forced = forced_decoding(world.engine, dump, world.mesh, temperature=1.0)
+        found = sides(world.policy, dump, forced, world.mesh, tokens=1536)
+        asked.append(found)
+        return found.findings(exact=dtype == "float32")
+
+    findings = {"sound": said()}
+    sound = asked[0]
+    if bias:
+        for module in net.modules():
+            if getattr(module, "e_score_correction_bias", None) is not None:
+                exact = module.e_score_correction_bias.data
+                exact.copy_(exact.mul(32).round().div(32))
+        findings["rounded bias"] = said()
+        different = compare(
+            world.engine.llm, world.stream.read_blocks(), world.task.shape
+        ).different
+        findings["rounded bias, by bytes"] = list(different)
+    else:
+        late = np.roll(rollouts[2].routed_experts, 1, axis=0)
+        shifted = [*rollouts[:2], replace(rollouts[2], routed_experts=late), *rollouts[3:]]
+        findings["shifted"] = said(shifted)
+        caches = {
+            id(c): c for m in net.modules() if (c := getattr(m, "cos_sin_cache", None)) is not None
+        }
+        for cache in caches.values():
+            kept, rows = cache.clone(), len(cache) - CONTEXT
+            beyond = kept[CONTEXT : CONTEXT + -(-rows // 2)]
+            cache[CONTEXT:] = beyond.repeat_interleave(2, 0)[:rows]
+        findings["rope"] = said()
+        for cache in caches.values():
+            cache.copy_(kept)
+        stacked = [m for m in net.modules() if type(m).__name__ == "RoutedExperts"][1]
+        for weight in (stacked.w13_weight.data, stacked.w2_weight.data):
+            weight[[0, 3]] = weight[[3, 0]].clone()
+        findings["experts"] = said()
+    return Said(
+        findings=findings,
+        table=sound.table(),
+        again=float(abs(sound.dump_delta_N).max()),
+        same_routes=bool((sound.engine_NLK == sound.dump_NLK).all()),
+    )
