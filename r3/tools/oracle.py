@@ -472,11 +472,14 @@ class Parting:
                 "others seldom: their weights differ, or their order"
             )
         else:
-            where = f"the router of layer {layer}" if place < layers else "the last router"
-            found.append(
-                f"mean |D| is {size:.1e} at all positions alike, and something before {where} "
-                "differs: compare config.json of both, then attention, norms and experts there"
+            where = (
+                f"something before the router of layer {layer} differs: compare config.json of "
+                "both, then attention, norms and experts there"
+                if place < layers
+                else "every router chooses the same: compare rollout.temperature, then the output "
+                "layer and what follows the last router"
             )
+            found.append(f"mean |D| is {size:.1e} at all positions alike, and {where}")
         return found
 
     def table(self) -> list[str]:

@@ -74,9 +74,9 @@ def planted(device: Device, *, model: str, dtype: str = "float32", bias: bool = 
     (net,) = world.engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     asked: list[Any] = []
 
-    def said(dump: Sequence[Rollout] = rollouts) -> list[str]:
+    def said(dump: Sequence[Rollout] = rollouts, temperature: float = 1.0) -> list[str]:
         world.engine.reset_cache()
-        forced = forced_decoding(world.engine, dump, world.mesh, temperature=1.0)
+        forced = forced_decoding(world.engine, dump, world.mesh, temperature=temperature)
         found = sides(world.policy, dump, forced, world.mesh, tokens=1536)
         asked.append(found)
         return found.findings(exact=dtype == "float32")
@@ -97,6 +97,7 @@ def planted(device: Device, *, model: str, dtype: str = "float32", bias: bool = 
         late = np.roll(rollouts[2].routed_experts, 1, axis=0)
         shifted = [*rollouts[:2], replace(rollouts[2], routed_experts=late), *rollouts[3:]]
         findings["shifted"] = said(shifted)
+        findings["temperature"] = said(temperature=0.6)
         caches = {
             id(c): c for m in net.modules() if (c := getattr(m, "cos_sin_cache", None)) is not None
         }

@@ -27,8 +27,9 @@ def test_each_fault_is_found_by_its_place_and_nothing_else(dtype: str, tmp_path:
     assert (found.again, found.same_routes) == (0.0, True)
     findings = found.findings
     assert findings.pop("sound") == []
-    (shifted,), (rope,), (experts,) = findings.values()
+    (shifted,), (temperature,), (rope,), (experts,) = findings.values()
     assert shifted.startswith("rollout long:2/0: its dumped routes are those of the token before")
+    assert "every router chooses the same: compare rollout.temperature" in temperature
     assert rope.startswith("the mismatch grows with the conversation")
     assert "at positions 0-64" in rope and "rope_parameters" in rope
     assert experts.startswith("layer 1, experts 0, 3: ")
