@@ -10,7 +10,8 @@ from r3.metrics.reduce import DEPTHS
 
 _LEVEL, _FEWEST = 25, 5
 """Rows that the level is a median of, at most and at least."""
-_JUMP = 10.0
+_JUMP, _OVER_LARGEST = 10.0, 3.0
+"""Ratios to the level, and to its largest row: noisy routers reached 54 times and 2.5 times."""
 _JUMP_OF_MEAN = 1.5
 """One token far off multiplies k3, a mean of exp(D), and hardly moves the mean of |D|."""
 _SMALLEST_K3 = 1e-6
@@ -61,11 +62,12 @@ class MismatchWatch:
             return ""
         k3, mean = row["mismatch/k3"], row["mismatch/abs_mean"]
         level = [median(column) for column in zip(*self._rows, strict=True)]
+        largest = max((before for before, _ in self._rows), default=0.0)
         is_known = len(self._rows) >= _FEWEST
         self._rows.append((k3, mean))
         if not is_known or k3 < _SMALLEST_K3:
             return ""
-        if k3 < _JUMP * level[0] or mean < _JUMP_OF_MEAN * level[1]:
+        if k3 < max(_JUMP * level[0], _OVER_LARGEST * largest) or mean < _JUMP_OF_MEAN * level[1]:
             return ""
         routes = "".join(
             f", {key} {row[key]:.3f}"
