@@ -464,7 +464,8 @@ class Parting:
         if grown := growth({name: mean for name, (mean, _) in self.by_position().items()}):
             return [*found, grown]
         experts = self.by_expert(place - 1) if place else []
-        if experts:
+        # More of them are no exchange: their tokens differ for a reason that is not theirs.
+        if 0 < len(experts) <= max(2, self.shape.num_experts // 4):
             before = self.shape.moe_layers[place - 1]
             names = ", ".join(str(expert) for expert, *_ in experts)
             found.append(
