@@ -43,6 +43,7 @@ from tests.families import (
 )
 from tests.settings import changed, found
 from tests.sweeps import sweep
+from tests.tables import table
 
 SHAPE = ModelShape.read(TINY_MOE)
 """Four layers of 8 experts."""
@@ -72,38 +73,9 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
     assert LoraConfig(rank=16, alpha=32, rslora=True).scale(16) == 8
 
 
-@pytest.mark.parametrize(
-    ("values", "field", "rule"),
-    [
-        (
-            {"lora.targets": ["attention", "shared"]},
-            "lora.targets",
-            "include shared, which this model",
-        ),
-        ({"lora.targets": "router", "train.freeze": "*.gate.weight"}, "lora.targets", "nothing to"),
-        ({"lora.targets": ""}, "lora.targets", "is empty"),
-        ({"lora.start": "/nowhere"}, "lora.start", "is no folder of a PEFT adapter"),
-        ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
-        ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
-        ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
-        (
-            {"model.base": "int8", "lora.rank": "0"},
-            "model.base",
-            "without lora.rank all are trained",
-        ),
-        ({"model.experts": "sequential"}, "model.experts", "all experts of a rank as one tensor"),
-        ({"parallel.etp": "2", "parallel.ep": "1"}, "parallel.etp", "neither 1 nor parallel.tp"),
-        (
-            {"parallel.pp": "2", "parallel.ep": "1", "train.freeze": "model.layers.[01].*"},
-            "lora.targets",
-            "give chunk 0 of the pipeline nothing to train",
-        ),
-    ],
-)
-def test_what_adapters_cannot_do_is_a_config_error(
-    values: dict[str, Any], field: str, rule: str
-) -> None:
-    assert rule in found({"lora.rank": "8"} | values)[field]
+@pytest.mark.parametrize(("settings", "field", "rule"), table("lora_settings"))
+def test_what_adapters_cannot_do_is_a_config_error(settings: str, field: str, rule: str) -> None:
+    assert rule in found({"lora.rank": "8"} | json.loads(settings))[field]
 
 
 def test_settings_without_a_rank_have_no_effect() -> None:

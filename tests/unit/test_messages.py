@@ -246,35 +246,6 @@ def test_a_template_that_shows_no_message_is_refused(model: Path) -> None:
         read_task(small_task(model))
 
 
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"num_local_experts": 4}, "num_experts 8 contradicts num_local_experts 4"),
-        ({"num_experts": None, "num_local_experts": 4, "n_routed_experts": 8}, "contradicts"),
-        (
-            {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4},
-            "rope_theta 1000000.0 in rope_parameters contradicts 10000.0 in config.json",
-        ),
-        (
-            {"rope_parameters": {"factor": 2.0}, "rope_scaling": {"factor": 4.0}},
-            "factor 2.0 in rope_parameters contradicts 4.0 in rope_scaling",
-        ),
-        ({"rope_parameters": {"rope_type": "yarn", "type": "linear"}}, "rope_type 'yarn'"),
-        ({"eos_token_id": 512}, "eos_token_id 512 is no token of the model: vocab_size is 512"),
-        ({"eos_token_id": [2, -1]}, "eos_token_id -1 is no token"),
-        ({"bos_token_id": 100_000}, "bos_token_id 100000 is no token"),
-        ({"pad_token_id": -2}, "pad_token_id -2 is no token"),
-    ],
-)
-def test_a_contradiction_in_config_json_is_named(keys: dict[str, Any], text: str) -> None:
-    values = dict(HF_TINY)
-    values.pop("rope_theta", None)
-    agreeing = {"num_local_experts": 8, "pad_token_id": -1, "bos_token_id": None}
-    ModelShape.from_hf(values | agreeing)
-    with pytest.raises(ShapeError, match=text):
-        ModelShape.from_hf(values | keys)
-
-
 ODD_VALUES = (None, "x", "", -1, 0, 1.5, float("nan"), 1e400, True, [], [None], {}, {"a": {}})
 
 

@@ -494,6 +494,12 @@ OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_
         # The authors of dots call the router by another name, and give no groups.
         ("dots1", {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None}, ()),
         ("llama", {}, OLD),
+        # The same said twice is no contradiction.
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_local_experts": 8, "pad_token_id": -1, "bos_token_id": None},
+            (),
+        ),
     ],
 )
 def test_keys_of_published_and_old_files_mean_the_same(
