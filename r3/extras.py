@@ -17,7 +17,7 @@ one when it is needed, and says when that is.
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.download` | `hub:` in the place of a model's folder |
-| `tools.mismatch_watch` | every step: jumps of the mismatch, growth with the conversation |
+| `tools.mismatch.watch` | every step: jumps of the mismatch, growth with the conversation |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
@@ -345,8 +345,8 @@ def proof() -> ModuleType:
 
 
 def mismatch_watch() -> Any:
-    """What compares the mismatch of a run's rows with each other (r3.tools.mismatch_watch)."""
-    from r3.tools.mismatch_watch import MismatchWatch
+    """What compares the mismatch of a run's rows with each other (r3.tools.mismatch.watch)."""
+    from r3.tools.mismatch.watch import MismatchWatch
 
     return MismatchWatch()
 

@@ -47,7 +47,7 @@ from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
 from r3.tools.dumps import read_rollouts
-from r3.tools.oracle import build_engine, by_rollout, decode, packed, sides
+from r3.tools.mismatch.forced import build_engine, by_rollout, decode, packed, sides
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 

@@ -11,9 +11,9 @@ __getattr__ = names_of(
     coded_routes="CheckFailed coded_experts read_back_coded_routes",
     dumps="join_arrays read_rollouts rollout_facts trained_samples write_rollouts",
     proof="prove_sync prove_weights sample_single_turn turned",
-    mismatch_watch="MismatchWatch growth",
     **{
         "beside.header": "frozen_lines",
+        "mismatch.watch": "MismatchWatch growth",
         "report.tokens": "read_arrays",
         "view.runs": "read_run",
     },

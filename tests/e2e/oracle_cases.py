@@ -12,7 +12,7 @@ import torch
 
 from r3.engine.proof import compare
 from r3.runtime.device import Device
-from r3.tools.oracle import forced_decoding, sides
+from r3.tools.mismatch.forced import forced_decoding, sides
 from r3.tools.proof import sample_single_turn
 from r3.types import Rollout
 from tests.engines import World

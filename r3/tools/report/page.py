@@ -18,7 +18,7 @@ from r3.data.template import load_tokenizer
 from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
-from r3.tools.mismatch_watch import MismatchWatch
+from r3.tools.mismatch.watch import MismatchWatch
 from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.tools.view.runs import (
     Kind,
