@@ -242,7 +242,7 @@ def check_sync(context: DoctorContext) -> str:
         with turned(run.policy, run.weights):
             _, others = proved(1)
         _, worst = proved(0)
-    limit = sync_tolerance(config.model.dtype, config.engine.dtype)
+    limit = sync_tolerance(config)
     return (
         f"{compared} tensors of the engine are the policy's, bit for bit; log-probabilities of "
         f"decoded tokens differ by at most {worst:.1e}, with other weights between two syncs by "
@@ -475,12 +475,9 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
         task = read_task(config)
     device, mesh = init_rank(config, timeout_s=600.0)
     context = DoctorContext(run=build_run(config, task, device=device, mesh=mesh))
-    parallel = config.parallel
     _report(
-        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): tp {parallel.tp} ep "
-        f"{parallel.ep} "
-        f"pp {parallel.pp} cp {parallel.cp}, engine tp {parallel.engine_tp}, replay "
-        f"{config.replay.mode}"
+        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): "
+        f"{config.parallel.in_words}, engine tp {mesh.engine_tp.size}, replay {config.replay.mode}"
     )
     yield from examine(context, CHECKS)
 

@@ -325,16 +325,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         findings = found.findings(exact=exact) or ["engine and policy differ by rounding alone"]
         parting = ["", *found.table(), *(f"finding     {each}" for each in findings)]
     if device.rank == 0:
-        whole = config.rollout.prompts_per_step * config.rollout.group_size
+        whole = config.rollout.samples_per_step
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
-        parallel = config.parallel
         lines = [
             f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, "
             f"{batch.num_loss_tokens} sampled tokens, by "
             f"version {policy_version}",
             f"weights     {order.weights.text}",
-            f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp "
-            f"{parallel.pp} cp {parallel.cp}; "
+            f"layout      {device.world_size} rank(s): {config.parallel.in_words}; "
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",
             *([] if captured else ["routes      none in the dump: scored live only"]),
             *table(rows),

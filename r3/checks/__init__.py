@@ -23,7 +23,7 @@ from r3.checks.functions import (
     check_rewards,
     load_files,
 )
-from r3.checks.model import check_freeze, check_layout, check_lengths, check_model
+from r3.checks.model import check_freeze, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.config.check import (
     Findings,
@@ -34,6 +34,7 @@ from r3.config.check import (
     check_objective,
 )
 from r3.config.effect import Around, doubtful, without_effect
+from r3.config.layout import check_layout, check_lengths
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
 from r3.runtime.kernel_switch import switch_notes, switch_problems

@@ -103,7 +103,7 @@ def conditions(config: Config, around: Around) -> dict[str, str]:
             "the engine's router logits are float32",
         ),
         "rounding": (
-            config.model.dtype == config.engine.dtype == "float32",
+            config.in_float32,
             "policy and engine are float32 throughout",
         ),
         "low_bound": (not masks, f"algo.correction {algo.correction} has no lower bound"),

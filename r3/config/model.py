@@ -128,6 +128,51 @@ class ParallelConfig:
             "expert_tensor_parallel_size": self.experts_tp,
         }
 
+    @property
+    def expert_shards(self) -> int:
+        """Parts that the experts of a layer are divided into."""
+        return self.experts_tp * self.ep
+
+    @property
+    def in_words(self) -> str:
+        """The sizes of the policy in one line."""
+        return f"tp {self.tp} ep {self.ep} pp {self.pp} cp {self.cp}"
+
+    def engines(self, world_size: int) -> int:
+        """Number of engines."""
+        return world_size // self.engine_tp
+
+    def data_ranks(self, world_size: int) -> int:
+        """Ranks that train on different rollouts."""
+        return world_size // (self.tp * self.cp * self.pp)
+
+    def replicas(self, world_size: int) -> tuple[int, int]:
+        """Ranks with the same dense parameters, and ranks with the same experts."""
+        of_stage = world_size // self.pp
+        return of_stage // self.tp, max(1, of_stage // self.expert_shards)
+
+    def place(self, rank: int, world_size: int) -> dict[str, int]:
+        """Number of a rank on every axis, in Megatron's order.
+
+        tp varies fastest, then cp, dp, pp; for experts etp, ep, expert_dp, pp.
+        """
+        stage, within = divmod(rank, world_size // self.pp)
+        return {
+            "pp": stage,
+            "dp": within // (self.tp * self.cp),
+            "cp": within // self.tp % self.cp,
+            "tp": within % self.tp,
+            "expert_dp": within // self.expert_shards,
+            "ep": within // self.experts_tp % self.ep,
+            "etp": within % self.experts_tp,
+            "engine": rank // self.engine_tp,
+        }
+
+    def stages(self, num_layers: int) -> list[tuple[range, ...]]:
+        """The layers of every chunk of every pipeline stage; errors as in `pieces`."""
+        pieces = self.pieces(num_layers)
+        return [pieces[stage :: self.pp] for stage in range(self.pp)]
+
     def pieces(self, num_layers: int) -> tuple[range, ...]:
         """Layers of the pp * vpp chunks of the pipeline; chunk i is on stage i % pp.
 
@@ -156,7 +201,7 @@ class ParallelConfig:
     @property
     def smallest_world(self) -> int:
         """Fewest ranks that these sizes fit on."""
-        return max(1, lcm(self.tp * self.cp, self.experts_tp * self.ep) * self.pp)
+        return max(1, lcm(self.tp * self.cp, self.expert_shards) * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,11 @@ class RolloutConfig:
     log-probabilities and routes are kept. A group is trained on when all of its conversations are
     complete. 0: suspended conversations are dropped."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Responses that a step samples, over all ranks, without further rounds."""
+        return self.prompts_per_step * self.group_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:

@@ -66,6 +66,11 @@ class Config:
         return not self.learns_rows or bool(self.eval.path)
 
     @property
+    def in_float32(self) -> bool:
+        """Whether policy and engine compute in float32 throughout."""
+        return self.model.dtype == self.engine.dtype == "float32"
+
+    @property
     def uses_lora(self) -> bool:
         """Whether adapters are trained and all other parameters keep their values."""
         return self.lora.rank > 0

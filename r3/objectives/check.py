@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.checks.model import add_fault, check_layout, local_folder
+from r3.checks.model import add_fault, local_folder
 from r3.config import Config, Problem
 from r3.config.check import Findings
+from r3.config.layout import check_layout
 from r3.data.template import tokenizer_of
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.shape import ModelShape, ShapeError

@@ -68,7 +68,7 @@ class RolloutSource:
 
     def __init__(self, engine: Engine, task: Task, config: Config, mesh: Mesh) -> None:
         rollout = config.rollout
-        self.size = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
+        self.size = rollout.samples_per_step // mesh.engine_dp.size
         self._task, self._config, self._mesh = task, config, mesh
         self._is_leader = engine.is_leader
         self._prompts_taken = 0  # with dynamic sampling, on all ranks

@@ -18,7 +18,6 @@ from r3.tools.planning.memory_plan import (
     route_bytes_per_token,
     sequence_bytes,
 )
-from r3.tools.planning.parameters import stage_pieces
 from r3.tools.planning.sync import Traffic, sync_plans
 from r3.tools.planning.verdict import verdict
 
@@ -84,33 +83,21 @@ def _model(shape: ModelShape) -> str:
 
 
 def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
-    """Ranks in Megatron's order.
-
-    tp varies fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp.
-    """
+    """Ranks in Megatron's order (`ParallelConfig.place`)."""
     parallel = config.parallel
-    tp, cp, pp, ep = parallel.tp, parallel.cp, parallel.pp, parallel.ep
-    etp = parallel.experts_tp
-    dp, per_stage = world_size // (tp * cp * pp), world_size // pp
-    engines = world_size // parallel.engine_tp
-    per_rank = shape.num_experts // ep
-    pieces = stage_pieces(config, shape)
+    per_rank = shape.num_experts // parallel.ep
+    stages = parallel.stages(shape.num_layers)
     rows = []
     for rank in range(min(world_size, _SHOWN_RANKS)):
-        stage, first = rank // per_stage, rank // etp % ep * per_rank
+        place = parallel.place(rank, world_size)
+        engine, first = place.pop("engine"), place["ep"] * per_rank
         cells = {
             "rank": rank,
-            "pp": stage,
-            "dp": rank // (tp * cp) % dp,
-            "cp": rank // tp % cp,
-            "tp": rank % tp,
-            "expert_dp": rank // (etp * ep) % max(1, per_stage // (etp * ep)),
-            "ep": rank // etp % ep,
-            "etp": rank % etp,
-            "layers": ",".join(f"{piece[0]}..{piece[-1]}" for piece in pieces[stage]),
+            **place,
+            "layers": ",".join(f"{piece[0]}..{piece[-1]}" for piece in stages[place["pp"]]),
             "experts": f"{first}..{first + per_rank - 1}" if shape.moe_layers else "-",
-            "engine": rank // parallel.engine_tp,
-            "prompts": config.rollout.prompts_per_step // engines,
+            "engine": engine,
+            "prompts": config.rollout.prompts_per_step // parallel.engines(world_size),
         }
         rows.append([str(cell) for cell in cells.values()])
     return _table([list(cells), *rows, *_more(world_size)])
@@ -123,15 +110,14 @@ def _more(world_size: int) -> list[list[str]]:
 
 def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     rollout, train, parallel = config.rollout, config.train, config.parallel
-    rollouts = rollout.prompts_per_step * rollout.group_size
+    rollouts = rollout.samples_per_step
     if config.learns_rows:
         return (
             f"rows          {rollouts} per step, each a conversation of at most "
             f"{train.micro_batch_tokens} tokens; a micro-batch holds several\n"
             f"updates       {train.updates_per_step} per step"
         )
-    data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
-    engines = world_size // parallel.engine_tp
+    data_ranks, engines = parallel.data_ranks(world_size), parallel.engines(world_size)
     per_update = math.ceil(rollouts / train.updates_per_step / data_ranks)
     longest = config.longest_sequence(shape.max_position_embeddings)
     prompt = longest - rollout.max_response_tokens

@@ -110,7 +110,7 @@ def prove_sync(
                 (apart_N[~decoded_N].max(initial=0), apart_N[decoded_N].max(initial=0))
             )
     everybody = mesh.world.all_gather_object(differences)
-    limit = sync_tolerance(config.model.dtype, config.engine.dtype)
+    limit = sync_tolerance(config)
     for rank, of_rank in enumerate(everybody):
         largest = np.reshape(of_rank, (-1, 2)).max(axis=0, initial=0)  # nan if there is one
         prefill, decoded = largest
@@ -165,14 +165,14 @@ def turned(policy: Policy, stream: WeightStream) -> Iterator[None]:
         turn(-1)
 
 
-def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:
+def sync_tolerance(config: Config) -> float:
     """Return the largest |log-probability difference| that `prove_sync` accepts.
 
     Two float32 stacks differ by rounding (1e-5 measured), half precision by flipped experts (0.06
     on average, up to 0.5 for single tokens). A wrong or missing tensor changes log-probabilities by
     1 and more.
     """
-    return 1e-3 if policy_dtype == engine_dtype == "float32" else 1.0
+    return 1e-3 if config.in_float32 else 1.0
 
 
 def sample_single_turn(

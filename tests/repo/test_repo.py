@@ -27,7 +27,7 @@ EXTRAS = (
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later
 # one.
 PACKAGES = [
-    *["types", "config", "assets", "configs", "models", "algo", "runtime", "user_code", "data"],
+    *["types", "models", "config", "assets", "configs", "algo", "runtime", "user_code", "data"],
     *["metrics", "routing"],
     *["envs", "rewards", "checks", "cli", "engine", "layers", "policy", "rollout", "sync", "run"],
     *EXTRAS,

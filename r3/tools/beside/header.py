@@ -138,7 +138,7 @@ def _layout(config: Config, task: Task, mesh: Mesh, device: Device) -> str:
         pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
     engines = "no engine"
     if config.uses_engine:
-        engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
+        engines = f"{mesh.engine_dp.size} engine(s) of {mesh.engine_tp.size}"
     return (
         f"{device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} "
         f"tp {parallel.tp} {pipeline} cp {parallel.cp}; {engines}"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from r3.checks.model import check_layout, check_lengths
 from r3.config import Config, Problem, flatten, with_values
 from r3.config.check import Findings, check_batch
+from r3.config.layout import check_layout, check_lengths
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import GIB, PHASES, Fit, fit, memory
 
@@ -93,8 +93,8 @@ class _Target:
 
     def is_short(self, values: Values, found: Fit) -> bool:
         """Whether the cache holds less than a quarter of what an engine could decode at a time."""
-        rollout, size = self.config.rollout, values["parallel.engine_tp"]
-        conversations = rollout.prompts_per_step * rollout.group_size * size / self.world_size
+        size = values["parallel.engine_tp"]
+        conversations = self.config.rollout.samples_per_step * size / self.world_size
         most = min(conversations, self.config.engine.max_num_seqs)
         return found.cached_sequences < most / 4
 

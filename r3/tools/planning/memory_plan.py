@@ -21,7 +21,6 @@ from r3.tools.planning.parameters import (
     largest_tensor,
     params_per_rank,
     quantised_per_rank,
-    replicas,
     route_bytes_per_token,
     stacked_experts,
     trained_per_rank,
@@ -278,7 +277,7 @@ def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float
     """Bytes of a rank's optimizer state, sharded over all ranks with the same parameters."""
     if config.uses_lora:
         others, experts = trained_per_rank(config, shape)
-        dense_dp, expert_dp = replicas(config, world_size)
+        dense_dp, expert_dp = config.parallel.replicas(world_size)
         return (others / dense_dp + experts / expert_dp) * _state_bytes(config)
     return shape.num_params / world_size * _state_bytes(config)
 
@@ -295,10 +294,10 @@ def framework_bytes(config: Config, world_size: int) -> float:
     data parallel (dense and expert) and engine_tp. Its buffers stay for the whole run.
     """
     parallel = config.parallel
-    experts = parallel.experts_tp * parallel.ep
     axes = (
-        *(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.engine_tp, experts),
-        *replicas(config, world_size),
+        *(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.engine_tp),
+        parallel.expert_shards,
+        *parallel.replicas(world_size),
     )
     graphs = CUDA_GRAPH_BYTES * config.uses_engine
     return CONTEXT_BYTES + graphs + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
@@ -360,8 +359,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     """
     others, experts = params_per_rank(config, shape)
     parallel, weights = config.parallel, (others + experts) * BYTES_OF[config.model.dtype]
-    data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
-    rollouts = config.rollout.prompts_per_step * config.rollout.group_size / data_ranks
+    rollouts = config.rollout.samples_per_step / parallel.data_ranks(world_size)
     engine = engine_bytes(config, shape)
     trained = sum(trained_per_rank(config, shape))
     base = sum(adapted_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
@@ -472,10 +470,5 @@ def sequence_bytes(config: Config, shape: ModelShape) -> float:
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:
     """Bytes of KV cache that hold all conversations of a rank in flight at their maximum length."""
-    rollouts = (
-        config.rollout.prompts_per_step
-        * config.rollout.group_size
-        * config.parallel.engine_tp
-        // world_size
-    )
+    rollouts = config.rollout.samples_per_step // config.parallel.engines(world_size)
     return min(config.engine.max_num_seqs, rollouts) * sequence_bytes(config, shape)

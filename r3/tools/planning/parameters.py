@@ -38,14 +38,14 @@ def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
 def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> tuple[int, int]:
     parallel = config.parallel
     stages = [
-        {layer for piece in pieces for layer in piece} for pieces in stage_pieces(config, shape)
+        {layer for piece in pieces for layer in piece}
+        for pieces in parallel.stages(shape.num_layers)
     ]
     share = max(len(stage) for stage in stages) / shape.num_layers
     moe_share = max(len(stage.intersection(shape.moe_layers)) for stage in stages) / (
         len(shape.moe_layers) or 1
     )
-    shards = parallel.experts_tp * parallel.ep
-    return int(others * share / parallel.tp), int(experts * moe_share / shards)
+    return int(others * share / parallel.tp), int(experts * moe_share / parallel.expert_shards)
 
 
 def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
@@ -62,10 +62,9 @@ def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int
     for name, size in sizes.items():
         layers.setdefault(name.split(".")[2], {})[name] = size
     parallel = config.parallel
-    shards = parallel.experts_tp * parallel.ep
     largest = max(
         (
-            others // parallel.tp + experts // shards
+            others // parallel.tp + experts // parallel.expert_shards
             for others, experts in map(_by_experts, layers.values())
         ),
         default=0,
@@ -99,19 +98,13 @@ def _by_experts(values: Mapping[str, int]) -> tuple[int, int]:
     return sum(values.values()) - experts, experts
 
 
-def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
-    """The layers of every chunk of every pipeline stage."""
-    pieces = config.parallel.pieces(shape.num_layers)
-    return [pieces[stage :: config.parallel.pp] for stage in range(config.parallel.pp)]
-
-
 def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
     """Values in the largest piece of a tensor that a rank's optimizer has.
 
     That is the stacked experts of a layer or a matrix, or all that the rank has if that is less.
     """
     others, experts = trained_per_rank(config, shape)
-    dense_dp, expert_dp = replicas(config, world_size)
+    dense_dp, expert_dp = config.parallel.replicas(world_size)
     return max(
         min(stacked_experts(config, shape), experts / expert_dp),
         min(largest_tensor(shape) / config.parallel.tp, others / dense_dp),
@@ -120,8 +113,8 @@ def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
 
 def stacked_experts(config: Config, shape: ModelShape) -> float:
     """Values in the larger tensor of a layer's experts on a rank."""
-    shards = config.parallel.experts_tp * config.parallel.ep
-    return 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
+    values = 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts
+    return values / config.parallel.expert_shards
 
 
 def largest_tensor(shape: ModelShape) -> int:
@@ -130,10 +123,3 @@ def largest_tensor(shape: ModelShape) -> int:
     dense = 2 * shape.ffn_size * (len(shape.moe_layers) < shape.num_layers)
     rows = max(shape.vocab_size, keys, dense, 2 * shape.shared_ffn_size)
     return rows * shape.hidden_size
-
-
-def replicas(config: Config, world_size: int) -> tuple[int, int]:
-    """Ranks with the same dense parameters, and ranks with the same experts."""
-    parallel = config.parallel
-    experts = parallel.experts_tp * parallel.ep * parallel.pp
-    return world_size // (parallel.tp * parallel.pp), max(1, world_size // experts)

@@ -25,18 +25,14 @@ def planned_shards(
         item_size: bytes per value of the policy's weights.
     """
     rules = conversion_rules(shape)
-    etp = parallel.experts_tp
-    per_stage = world_size // parallel.pp
-    stage, in_stage = divmod(rank, per_stage)
-    pieces = parallel.pieces(shape.num_layers)
-    own = [pieces[i] for i in range(stage, len(pieces), parallel.pp)]
+    place, stages = parallel.place(rank, world_size), parallel.stages(shape.num_layers)
+    own = stages[place["pp"]]
     per_rank = shape.num_experts // parallel.ep
-    first_expert = in_stage // etp % parallel.ep * per_rank
+    first_expert = place["ep"] * per_rank
     found: list[Shard] = []
 
-    def add(
-        name: str, rule: Rule, size: int, *, layer: int = -1, experts: Experts | None = None
-    ) -> None:
+    def add(name: str, rule: Rule, *, layer: int = -1, experts: Experts | None = None) -> None:
+        axis, size = ("etp", parallel.experts_tp) if experts else ("tp", parallel.tp)
         sizes = list(rule.hf.values())
         is_sharded, first = rule.kind != "replicated", sizes[0]
         rows = sum(each[0] for each in sizes)
@@ -51,7 +47,7 @@ def planned_shards(
                 name=name,
                 hf=experts.names(shape) if experts else tuple(prefix + part for part in rule.hf),
                 kind=rule.kind,
-                index=in_stage % size if is_sharded else 0,
+                index=place[axis] if is_sharded else 0,
                 count=count,
                 shape=(experts.count, *local) if experts else local,
                 rows=rows,
@@ -62,8 +58,8 @@ def planned_shards(
             )
         )
 
-    is_first, is_last = stage == 0, stage == parallel.pp - 1
-    has_head = is_last and (not shape.tied or len(pieces) > 1)
+    is_first, is_last = place["pp"] == 0, own is stages[-1]
+    has_head = is_last and (not shape.tied or sum(map(len, stages)) > 1)
     top = {
         "embedding.word_embeddings.weight": is_first,
         "decoder.final_layernorm.weight": is_last,
@@ -71,14 +67,14 @@ def planned_shards(
     }
     for name, rule in rules.top.items():
         if top[name]:
-            add(name, rule, parallel.tp)
+            add(name, rule)
     for layer in (layer for piece in own for layer in piece):
         for suffix, rule in rules.layers[layer].items():
-            add(f"decoder.layers.{layer}.{suffix}", rule, parallel.tp, layer=layer)
+            add(f"decoder.layers.{layer}.{suffix}", rule, layer=layer)
         for part, rule in rules.expert.items() if layer in shape.moe_layers else ():
             held = range(first_expert, first_expert + per_rank)
             for experts in Experts.within(shape, layer, part, held, item_size):
-                add(experts.name, rule, etp, layer=layer, experts=experts)
+                add(experts.name, rule, layer=layer, experts=experts)
     return found
 
 
@@ -125,15 +121,14 @@ def sync_plans(
         readers: ranks.
         item_size: bytes per value of the policy's weights.
     """
-    world_size, etp = len(hosts), parallel.experts_tp
     made: dict[tuple[int, ...], list[Shard]] = {}  # data-parallel ranks have the same
     shards = []
-    for rank in range(world_size):
-        stage, in_stage = divmod(rank, world_size // parallel.pp)
-        place = (stage, in_stage % parallel.tp, in_stage % (etp * parallel.ep))
-        if place not in made:
-            made[place] = planned_shards(shape, parallel, world_size, rank, item_size)
-        shards.append(made[place])
+    for rank in range(len(hosts)):
+        place = parallel.place(rank, len(hosts))
+        own = tuple(place[axis] for axis in ("pp", "tp", "ep", "etp"))
+        if own not in made:
+            made[own] = planned_shards(shape, parallel, len(hosts), rank, item_size)
+        shards.append(made[own])
     tensors, holders = collect(shards)
     for reader in readers:
         yield SyncPlan.of(tensors, holders, hosts, reader)
