@@ -263,7 +263,7 @@ def check_engine_rows(context: DoctorContext) -> str:
     collector = Collector(
         engine=run.engine,
         mesh=run.mesh,
-        setup=ConversationSetup.of(EnvConfig(), run.task.tokenizer, config.model.path),
+        setup=ConversationSetup.of(EnvConfig(), run.task.tokenizer, shape.source),
         scorer=Scorer.of_function(lambda _rollout, _prompt: 0.0),
         sampling=Sampling(
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
@@ -476,7 +476,7 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
     device, mesh = init_rank(config, timeout_s=600.0)
     context = DoctorContext(run=build_run(config, task, device=device, mesh=mesh))
     _report(
-        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): "
+        f"r3.doctor  {task.shape.source} on {device.world_size} rank(s): "
         f"{config.parallel.in_words}, engine tp {mesh.engine_tp.size}, replay {config.replay.mode}"
     )
     yield from examine(context, CHECKS)

@@ -117,12 +117,12 @@ def parse(argv: Sequence[str]) -> Order:
         if words.adapter and (joined_name := joined_in(shape, ranks)):
             rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
             fix = "leave --adapter out: the merged model has everything"
-            problems.append(Problem("model.path", config.model.path, rule, fix))
+            problems.append(config.model.problem(rule, fix))
     except (OSError, ShapeError) as error:
         fix = "restore the folder: config, tokenizer and chat template come from it"
         if not is_hub(config.model.path) and not Path(config.model.path).is_absolute():
             fix += ". The path is relative: run this command where the run was started"
-        problems.append(Problem("model.path", config.model.path, f"cannot be read: {error}", fix))
+        problems.append(config.model.problem(f"cannot be read: {error}", fix))
     if problems:
         raise ConfigError(problems)
     variables = keyword_arguments(config.data.template_kwargs)
@@ -144,13 +144,12 @@ def _changed(
     earlier = read_digests(run_dir)
     if earlier is None:  # the file is lost
         return []
-    path = config.model.path
-    base = path if config.uses_lora else ""
+    base = config.model.path if config.uses_lora else ""
     now = of_model(small_files, tokenizer.chat_template, weights=base)
     changed = changed_since(earlier, now)
     fix = "restore it: the export would not be what was trained"
     return [
-        Problem("model.path", path, f"its {group} changed since the run was trained", fix)
+        config.model.problem(f"its {group} changed since the run was trained", fix)
         for group in changed
     ]
 
@@ -165,14 +164,14 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         # The checkpoint has what the adapters became.
         alone = replace(alone, lora=replace(alone.lora, start=""))
         adapters = attach(alone, chunks[0], order.shape, mesh)
-        with CheckpointReader(alone.model.path) as reader:
+        with CheckpointReader(order.shape.source) as reader:
             reader.require(order.shape)
             load(slots(chunks, order.shape, mesh), reader.read, order.shape)
         adapters.start(keep=True)
     checkpoint.load_weights(order.checkpoint, chunks, mesh)
     if order.adapter:
         ranks = ranks_of(alone, order.shape)
-        config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
+        config = adapter_config(order.shape, alone.lora, ranks, order.shape.source)
         write_adapter(order.to, factors(adapters), config, alone.lora)
         for note in adapter_notes(order.shape, ranks):
             say(f"note: {note}")
@@ -183,11 +182,11 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         order.to,
         chain(
             joined(_tensors(chunks, order.shape, mesh), order.shape),
-            kept(order.config.model.path, order.shape),
+            kept(order.shape),
         ),
         small_files=order.small_files,
         dtype=megatron.params_dtype,
-        metadata={"step": order.step, "from": order.config.model.path},
+        metadata={"step": order.step, "from": order.shape.source},
     )
 
 

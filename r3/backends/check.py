@@ -51,9 +51,7 @@ def _cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         fix = "use --engine.dtype bfloat16 and --model.dtype bfloat16"
         found.append(Problem("engine.dtype", config.engine.dtype, rule, fix))
     return found + [
-        Problem(
-            "model.path",
-            config.model.path,
+        config.model.problem(
             f"{name} is {size}, and the engine runs on CPU only if it {rule}",
             "run on a GPU, or use a model of such a size",
         )

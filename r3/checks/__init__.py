@@ -76,7 +76,7 @@ def examine(
     Args:
         config: the settings.
         world_size: number of ranks.
-        known_shape: shape to check against if `model.path` is not a folder, for a dry run of a
+        known_shape: shape to check against if there is no folder of a model, for a dry run of a
             model that is not downloaded. The missing folder is a problem all the same.
         given: settings that the user named, as opposed to those of a preset; None: all of them.
             A preset's own settings without effect are not warned of.
@@ -97,7 +97,7 @@ def examine(
     check_own_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
-    if config.algo.teacher or config.train.objective == "distill":
+    if config.has_teacher or config.distils:
         extras.teacher_rules().check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
     of_adapter = []

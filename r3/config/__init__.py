@@ -17,7 +17,13 @@ from r3.config.fields import (
     looks_like_key,
     shown,
 )
-from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from r3.config.model import (
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    model_problem,
+)
 from r3.config.reading import (
     changes_of_run,
     dump_yaml,
@@ -41,6 +47,7 @@ from r3.config.run import (
 )
 from r3.config.settings import (
     SETTINGS,
+    STARTED_FROM,
     Config,
     fixed_changes,
     flatten,

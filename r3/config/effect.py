@@ -64,7 +64,7 @@ def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
 def conditions(config: Config, around: Around) -> dict[str, str]:
     """Every condition with the reason why it does not hold; "" where it does."""
     algo, train, env = config.algo, config.train, config.env
-    is_sft, is_distill = config.learns_rows, train.objective == "distill"
+    is_sft, is_distill = config.learns_rows, config.distils
     mode = config.replay.mode
     of_sets = [each for each in config.eval.env if each]
     used = set(config.reward_functions)

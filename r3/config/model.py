@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
+from pathlib import Path
 from typing import Literal
 
-from r3.config.fields import setting
+from r3.config.fields import ConfigError, Problem, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,15 @@ class ModelConfig:
     """Precision of the policy's router logits. float32: as computed. engine: rounded to
     engine.dtype, as vLLM computes them. Replayed routes keep gate weights that differ by this
     rounding."""
+
+    def problem(self, rule: str, fix: str) -> Problem:
+        """A problem with the checkpoint."""
+        return Problem("model.path", self.path, rule, fix)
+
+
+def model_problem(path: str | Path, rule: str, fix: str) -> ConfigError:
+    """The error of a model's tokenizer or chat template."""
+    return ConfigError([ModelConfig(path=str(path)).problem(rule, fix)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig
 
 ENVIRONMENTS = ("env.name", "env.path", "env.command")
 """Settings of which one names the environment; `env.args` belong to it."""
+STARTED_FROM = ("model.path", "lora.start")
+"""Settings that name what a run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,21 @@ class Config:
     def learns_rows(self) -> bool:
         """Whether a step learns rows as they are and samples nothing (`train.objective sft`)."""
         return self.train.objective == "sft"
+
+    @property
+    def distils(self) -> bool:
+        """Whether samples learn from a teacher alone."""
+        return self.train.objective == "distill"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether frozen checkpoints score the samples."""
+        return bool(self.algo.teacher)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The models whose weights a run loads into policies: its own, then the teachers."""
+        return (self.model.path, *self.algo.teacher)
 
     @property
     def uses_engine(self) -> bool:

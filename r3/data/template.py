@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from r3.config import ConfigError
+from r3.config import ConfigError, model_problem
 from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule, TemplateFault
 from r3.models.families import text_model
@@ -25,7 +25,6 @@ from r3.models.shape import ModelShape
 from r3.runtime.process import importing, is_leader
 from r3.runtime.terminal import say
 from r3.types import Message
-from r3.user_code.loading import problem
 
 TIKTOKEN = "tiktoken.model"
 TIKTOKEN_FIX = 'convert it, see "Models without tokenizer.json" in docs/models.md'
@@ -93,18 +92,24 @@ def load_tokenizer(path: str | Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
 
 
-def tokenizer_of(field: str, path: str, shape: ModelShape) -> Any:
-    """Load the tokenizer of the model that a setting names.
+def tokenizer_of(
+    shape: ModelShape, refused: Callable[[str, str, str], ConfigError] = model_problem
+) -> Any:
+    """Load the tokenizer of the model that a shape was read from.
+
+    Args:
+        shape: of the model.
+        refused: makes the error of a model, a rule and a fix.
 
     Raises:
         ConfigError: it cannot be loaded, or cannot belong to a model of this shape.
     """
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(shape.source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy the tokenizer's files from the original model again, or save a fast tokenizer"
-        raise problem(field, path, rule, fix) from None
+        raise refused(shape.source, rule, fix) from None
     # Ids may have gaps, so their number is not enough.
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     rule = ""
@@ -114,13 +119,8 @@ def tokenizer_of(field: str, path: str, shape: ModelShape) -> Any:
     elif tokenizer.eos_token_id is None:
         rule = "its tokenizer names no eos_token, so that no response would end"
     if rule:
-        raise problem(field, path, rule, "copy tokenizer and config.json of one model")
+        raise refused(shape.source, rule, "copy tokenizer and config.json of one model")
     return tokenizer
-
-
-def model_problem(path: str | Path, rule: str, fix: str) -> ConfigError:
-    """The error of a model's tokenizer or chat template."""
-    return problem("model.path", str(path), rule, fix)
 
 
 class Renderer:

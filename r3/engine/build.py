@@ -172,6 +172,7 @@ def kept_process_state() -> Iterator[None]:
 def build_llm(
     config: Config,
     device: Device,
+    shape: ModelShape,
     *,
     max_model_len: int,
     capture: bool,
@@ -203,12 +204,12 @@ def build_llm(
         from vllm import LLM
     show_as_lines()
 
-    engine, shape = config.engine, ModelShape.read(config.model.path)
+    engine, folder = config.engine, folder_of(shape.source)
     other = FAMILIES[shape.architecture].engine
     require_architecture(_DENSE_MLA if shape.index_topk else other or shape.architecture)
     _register_config(shape.architecture)
     arguments: dict[str, Any] = dict(
-        model=folder_of(config.model.path),
+        model=folder,
         dtype=engine.dtype,
         tensor_parallel_size=config.parallel.engine_tp,
         distributed_executor_backend="external_launcher",
@@ -219,7 +220,7 @@ def build_llm(
         enable_prefix_caching=prefix_caching,
         async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
         hf_overrides=overrides(config, shape),
-        skip_tokenizer_init=_tokenizer_is_code(folder_of(config.model.path)),
+        skip_tokenizer_init=_tokenizer_is_code(folder),
         seed=0,  # every request carries its own
         load_format="auto" if from_disk else "dummy",
         disable_log_stats=True,

@@ -149,6 +149,7 @@ class Engine:
         self.llm: LLM = build_llm(
             config,
             device,
+            shape,
             max_model_len=max_model_len,
             capture=self.capture,
             share=share,

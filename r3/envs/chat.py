@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from r3.config import ConfigError
+from r3.config import ConfigError, model_problem
 from r3.data.rendering import TemplateFault
-from r3.data.template import PLACEHOLDER, Renderer, model_problem
+from r3.data.template import PLACEHOLDER, Renderer
 from r3.types import Message
 
 

@@ -47,11 +47,7 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> lis
         if number is not None:
             rule = f"give chunk {number} of the pipeline nothing to train"
             found.add("lora.targets", rule, "add attention, or use fewer stages")
-    if (
-        lora.start
-        and found.sound("lora.start")
-        and (base := other_base(lora.start, config.model.path))
-    ):
+    if lora.start and found.sound("lora.start") and (base := other_base(lora.start, shape.source)):
         return [
             f"lora.start = {lora.start!r} was trained on {base!r}, and model.path is "
             f"{config.model.path!r}. On other weights, the adapter is another model"

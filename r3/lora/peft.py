@@ -92,7 +92,7 @@ def adapter_config(
         shape: the model's.
         lora: the settings.
         ranks: tensor of the checkpoint -> rank, for all with an adapter.
-        base: `model.path`.
+        base: the model, as the settings name it.
     """
     modules = [name.removesuffix(".weight") for name in ranks]
     # One short name for all modules that end with it, unless others do too.

@@ -132,7 +132,7 @@ def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> s
 
 
 def other_base(folder: str, path: str) -> str:
-    """Return the base that an adapter's file names if that is not `model.path`; "" if it is.
+    """Return the base that an adapter's file names if that is not the model; "" if it is.
 
     Copies of a model are told by the last part of their name, as far as one is not here.
     """

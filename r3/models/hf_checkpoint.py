@@ -278,11 +278,11 @@ def joined(
     assert not waiting, f"parts of {sorted(waiting)} are missing"
 
 
-def kept(folder: str | Path, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+def kept(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the starting model that belong into exports as they are."""
     if not shape.index_topk:
         return
-    with CheckpointReader(folder) as reader:
+    with CheckpointReader(shape.source) as reader:
         for name in reader.shapes:
             if (
                 shape.is_kept(name)

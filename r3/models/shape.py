@@ -57,7 +57,7 @@ class ModelShape(ModelSizes):
             raise ShapeError(f"config.json is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ShapeError("config.json is not a JSON object")
-        return cls.from_hf(values)
+        return replace(cls.from_hf(values), source=str(folder))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelShape:

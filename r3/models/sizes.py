@@ -174,6 +174,7 @@ class ModelSizes:
         is_wrapped: config.json describes a model that also sees images, of which R3 does not load,
             train or export the vision model.
         quantised: how the checkpoint's matrices are stored; None = as they are.
+        source: folder or hub name that the shape was read from, which has weights and tokenizer.
     """
 
     architecture: str
@@ -225,3 +226,4 @@ class ModelSizes:
     num_mtp_layers: int = 0
     is_wrapped: bool = False
     quantised: Quantised | None = None
+    source: str = field(default="", compare=False, repr=False)

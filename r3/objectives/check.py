@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from r3.checks.model import add_fault, local_folder
@@ -11,6 +12,7 @@ from r3.config.layout import check_layout
 from r3.data.template import tokenizer_of
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.shape import ModelShape, ShapeError
+from r3.user_code.loading import problem
 
 
 def check_teacher(
@@ -78,7 +80,7 @@ def token_problems(config: Config, tokenizer: Any) -> list[Problem]:
     problems = []
     own = tokenizer.get_vocab()
     for path in dict.fromkeys(config.algo.teacher):
-        theirs = tokenizer_of("algo.teacher", path, ModelShape.read(path))
+        theirs = tokenizer_of(ModelShape.read(path), partial(problem, "algo.teacher"))
         vocabulary = theirs.get_vocab()
         differing = [token for token, at in own.items() if vocabulary.get(token) != at]
         if differing:

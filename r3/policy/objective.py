@@ -99,7 +99,7 @@ def policy_loss(
     advantages_N = tokens.advantages_N
     if passes.teacher:
         taught_N = teacher_advantage(old_N, passes.teacher[number], coef=algo.teacher_coef)
-        alone = config.train.objective == "distill"
+        alone = config.distils
         advantages_N = tokens.loss_mask_N * (taught_N if alone else advantages_N + taught_N)
     inputs = LossInputs(
         logprobs_N=logprobs_N,

@@ -35,7 +35,7 @@ class Policy(ScoringPolicy):
     """A Megatron shard of the trained model with its optimizer.
 
     Attributes:
-        teachers: frozen checkpoints that score the samples (`algo.teacher`); None without any.
+        teachers: frozen checkpoints that score the samples; None without any.
         slots: for each of this rank's weights its place in the Hugging Face checkpoint.
         replay: the routers' routes.
         update_number: optimizer updates made so far; the learning rate is a function of it.
@@ -45,7 +45,7 @@ class Policy(ScoringPolicy):
     def __init__(
         self, config: Config, device: Device, mesh: Mesh, shape: ModelShape, *, trains: bool = False
     ) -> None:
-        """Build the shard and load it from `config.model.path`. All ranks must call.
+        """Build the shard and load it from `shape.source`. All ranks must call.
 
         Args:
             trains: there will be updates: host memory for the optimizer is made while it is loaded.
@@ -55,7 +55,7 @@ class Policy(ScoringPolicy):
         """
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
         # First: a teacher leaves the device before the policy fills it.
-        self.teachers = extras.teachers(config, device, mesh) if config.algo.teacher else None
+        self.teachers = extras.teachers(config, device, mesh) if config.has_teacher else None
         self.megatron = transformer_config(config, shape)
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         planned = experts_kind(config, shape) == "fused" and not config.replay.plausibility
@@ -77,7 +77,7 @@ class Policy(ScoringPolicy):
             self.memory.reserve()
         self.chunks = chunks
         self.slots: list[Slot] = slots(chunks, shape, mesh)
-        with CheckpointReader(config.model.path) as reader:
+        with CheckpointReader(shape.source) as reader:
             reader.require(shape)
             load(self.slots, reader.read, shape)
         self.optimizer.reload_model_params()  # updates the float32 main parameters

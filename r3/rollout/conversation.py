@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from r3 import extras
-from r3.config import EnvConfig
-from r3.data.template import Renderer, model_problem
+from r3.config import EnvConfig, model_problem
+from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling
 from r3.envs.chat import Chat
 from r3.envs.find import find, is_workflow

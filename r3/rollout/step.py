@@ -145,8 +145,8 @@ class RolloutSource:
 
     def _warn_without_signal(self, step: int, rewards: Sequence[Reward]) -> None:
         """Say once that a step had no signal, and again when it stays so."""
-        algo, train = self._config.algo, self._config.train
-        if algo.teacher or train.objective != "rl":
+        algo = self._config.algo
+        if self._config.has_teacher or self._config.train.objective != "rl":
             return
         # Others compare the rewards of the whole step, and a user's function may.
         in_groups = algo.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -291,7 +291,7 @@ class RolloutSource:
             rounds.append(collected)
             gathered.append(gather_rewards(collected.samples, mesh.world, config))
             sampled += missing
-            teaches = groups_with_loss if config.algo.teacher else groups_with_signal
+            teaches = groups_with_loss if config.has_teacher else groups_with_signal
             chosen += teaches(gathered[-1])
             if len(chosen) == wanted:
                 break

@@ -110,13 +110,12 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse(_unfit(config, shape, world_size))
-    tokenizer = tokenizer_of("model.path", config.model.path, shape)
-    if config.algo.teacher:
+    tokenizer = tokenizer_of(shape)
+    if config.has_teacher:
         _refuse(extras.teacher_rules().token_problems(config, tokenizer))
     template_kwargs = keyword_arguments(config.data.template_kwargs)
     _refuse(_unread(tokenizer, template_kwargs))
-    path = config.model.path
-    conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
+    conversation_setup = ConversationSetup.of(config.env, tokenizer, shape.source, template_kwargs)
     reward_model = (
         extras.reward_model(config.reward) if "model" in config.reward_functions else None
     )
@@ -141,7 +140,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
             "allow_control_tokens": data.allow_control_tokens,
         }
         make = partial(load_prompts, sources, tokenizer, read=read, **how)
-        return read_once((path, sources, how), make)
+        return read_once((shape.source, sources, how), make)
 
     prompts, longest = Dataset(prompts=()), 0
     if config.trains:
@@ -169,7 +168,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         conversation = (
             conversation_setup
             if environment == config.env
-            else ConversationSetup.of(environment, tokenizer, path, template_kwargs)
+            else ConversationSetup.of(environment, tokenizer, shape.source, template_kwargs)
         )
         questions = read_prompts(
             each.path,

@@ -201,7 +201,7 @@ def export_weights(run: Session, step: int) -> None:
                 run.device,
                 run.mesh,
                 small_files=run.small_files,
-                metadata={"step": step, "from": run.config.model.path},
+                metadata={"step": step, "from": run.policy.shape.source},
             )
     except OSError as error:
         shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)

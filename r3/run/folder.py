@@ -83,7 +83,7 @@ class RunDir:
         """A relative path of the run's settings as it was where the run was started.
 
         Args:
-            path: `model.path` or another folder that the settings name.
+            path: the model or another folder that the settings name.
             log_dir: `log.dir`; if it is relative, it tells that working folder.
         """
         here, end = Path(os.path.abspath(self.path)).parts, Path(log_dir).parts

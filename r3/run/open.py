@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 from r3.cli.base_config import OVERRIDES
 from r3.config import (
+    STARTED_FROM,
     Config,
     ConfigError,
     Problem,
     changes_of_run,
+    flatten,
     from_yaml,
     other_run,
     to_yaml,
@@ -301,10 +303,10 @@ def settings_of(run_dir: RunDir) -> Config:
         OSError: there is none.
     """
     config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
-    folders = {"model.path": config.model.path, "lora.start": config.lora.start}
+    values = flatten(config)
     return with_values(
         config,
-        {name: run_dir.named_from_start(path, config.log.dir) for name, path in folders.items()},
+        {name: run_dir.named_from_start(values[name], config.log.dir) for name in STARTED_FROM},
     )
 
 

@@ -112,7 +112,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
             os.environ.pop("R3_READ", None)  # of this start, not of what users' code starts
         undo.callback(task.close)
         machine.require_memory(task.shape)
-        small_files = read_small_files(config.model.path) if is_leader() else {}
+        small_files = read_small_files(task.shape.source) if is_leader() else {}
         if check:
             require_free(run_dir.path)
         writes = is_leader() and config.trains and not check
@@ -135,7 +135,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
             what = (
                 f"checkpoint {opened.checkpoint}, after step {opened.step}"
                 if opened.checkpoint
-                else f"{config.model.path}: {run_dir.path} has no checkpoint"
+                else f"{task.shape.source}: {run_dir.path} has no checkpoint"
             )
             opened = replace(opened, notes=(f"evaluating {what}; no training", *opened.notes[1:]))
         undo.pop_all()  # `begin` closes them
@@ -157,7 +157,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
 def lacks_weights(config: Config) -> bool:
     """Whether weights of the policy or a teacher are not here."""
     try:
-        for path in (config.model.path, *config.algo.teacher):
+        for path in config.checkpoints:
             weight_files(path)
     except AbsentWeightsError:
         return True

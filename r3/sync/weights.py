@@ -63,7 +63,7 @@ def export(
         try:
             write_checkpoint(
                 folder,
-                chain(weights, kept(policy.config.model.path, policy.shape)),
+                chain(weights, kept(policy.shape)),
                 small_files=small_files,
                 dtype=dtype,
                 metadata=metadata,

@@ -94,7 +94,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
     precision += ", deterministic kernels" if config.debug.deterministic else ""
     lines = [
         ("python", f"{platform.python_version()}, {sys.executable}"),
-        ("model", f"{config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})"),
+        ("model", f"{shape.source} ({shape.num_params / 1e6:,.1f} M parameters{moe})"),
         ("left out", f"{shape.left_out}, not trained or exported" if shape.left_out else ""),
         ("kept", "indexers, in exports as they were, not trained" if shape.index_topk else ""),
         ("read as", f"bfloat16, from {shape.quantised}" if shape.quantised else ""),
