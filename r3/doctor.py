@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice, pairwise, product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import read_task
 from r3.routing.replay import Mode, RouterTap
+from r3.run.folder import RunDir
 from r3.run.prepare import refusing
 from r3.run.session import Session, build_run, init_rank
 from r3.runtime.device import init_device, leave
@@ -464,7 +464,7 @@ def examine_machines(config: Config) -> Iterator[CheckResult]:
     device = init_device(timeout_s=_JOIN_S)
     _report(f"r3.doctor --fast on {device.world_size} rank(s)")
     world = Axis.of("world", dist.group.WORLD)
-    for found in health.findings(health.measure(device, world, Path(config.log.dir))):
+    for found in health.findings(health.measure(device, world, RunDir.of(config).path)):
         text = " | ".join(found.problems) or found.text
         yield CheckResult(name=found.name, passed=not found.problems, text=text)
 

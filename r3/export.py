@@ -37,7 +37,6 @@ from r3.models.hf_checkpoint import (
     with_end_tokens,
     write_checkpoint,
 )
-from r3.models.hub import is_hub
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import load, named, slots
@@ -109,10 +108,10 @@ def parse(argv: Sequence[str]) -> Order:
     if to.exists():
         problems.append(Problem("--to", str(to), "exists already", "give another folder"))
     try:
-        shape = ModelShape.read(config.model.path)
-        small_files = read_small_files(config.model.path)
-        tokenizer = load_tokenizer(config.model.path)
-        problems += _changed(run_dir, config, small_files, tokenizer)
+        shape = config.model.shape()
+        small_files = read_small_files(shape.source)
+        tokenizer = load_tokenizer(shape.source)
+        problems += _changed(run_dir, config, shape.source, small_files, tokenizer)
         ranks = ranks_of(config, shape)
         if words.adapter and (joined_name := joined_in(shape, ranks)):
             rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
@@ -120,7 +119,7 @@ def parse(argv: Sequence[str]) -> Order:
             problems.append(config.model.problem(rule, fix))
     except (OSError, ShapeError) as error:
         fix = "restore the folder: config, tokenizer and chat template come from it"
-        if not is_hub(config.model.path) and not Path(config.model.path).is_absolute():
+        if config.model.is_relative:
             fix += ". The path is relative: run this command where the run was started"
         problems.append(config.model.problem(f"cannot be read: {error}", fix))
     if problems:
@@ -138,14 +137,13 @@ def parse(argv: Sequence[str]) -> Order:
 
 
 def _changed(
-    run_dir: RunDir, config: Config, small_files: dict[str, bytes], tokenizer: Any
+    run_dir: RunDir, config: Config, source: str, small_files: dict[str, bytes], tokenizer: Any
 ) -> list[Problem]:
     """Parts of the starting model that are not those the run was trained with."""
     earlier = read_digests(run_dir)
     if earlier is None:  # the file is lost
         return []
-    base = config.model.path if config.uses_lora else ""
-    now = of_model(small_files, tokenizer.chat_template, weights=base)
+    now = of_model(small_files, tokenizer.chat_template, weights=source if config.uses_lora else "")
     changed = changed_since(earlier, now)
     fix = "restore it: the export would not be what was trained"
     return [

@@ -34,7 +34,6 @@ from r3 import checks as validate
 from r3.cli import parse as cli
 from r3.config import Config, ConfigError, Problem, with_values
 from r3.models.hub import folder_of
-from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
 from r3.policy.updates import pass_figures
 from r3.routing.replay import Mode
@@ -288,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         order = parse(sys.argv[1:] if argv is None else argv)
     config, rollouts = order.config, order.rollouts
     device, mesh = init_rank(config)
-    shape = ModelShape.read(config.model.path)
+    shape = config.model.shape()
     engine = None
     if order.engine is not None:
         engine = build_engine(config, device, shape, rollouts, order.engine)

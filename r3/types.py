@@ -190,7 +190,7 @@ class Rollout:
 
     @property
     def num_tokens_after_prompt(self) -> int:
-        """Tokens that `rollout.max_response_tokens` limits: sampled tokens and observations."""
+        """Tokens that the limit of a response counts: sampled tokens and observations."""
         sampled = np.flatnonzero(self.loss_mask_T)
         return len(self.tokens_T) - int(sampled[0]) if len(sampled) else 0
 

@@ -9,16 +9,14 @@ that are too long are found when the data set is built. Imports nothing heavy.
 from __future__ import annotations
 
 import importlib.util
-import stat
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from r3 import extras
 from r3.checks.data import check_data, check_evaluation, overlap
 from r3.checks.functions import (
-    check_environment,
+    check_environment_code,
     check_own_algorithm,
     check_rewards,
     load_files,
@@ -31,17 +29,16 @@ from r3.config.check import (
     check_algorithm,
     check_batch,
     check_best,
+    check_environment,
     check_objective,
+    check_reward_terms,
 )
 from r3.config.effect import Around, doubtful, without_effect
+from r3.config.folder import check_run_folder
 from r3.config.layout import check_layout, check_lengths
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
 from r3.runtime.kernel_switch import switch_notes, switch_problems
-
-_FILES = ("metrics.jsonl", "config.yaml", "overrides.yaml", "run.json", "run.lock")
-_FOLDERS = ("checkpoints", "errors", "eval", "heartbeats", "hf", "rollouts", "tensorboard")
-_NEW = "name a new folder, or that of an earlier run"
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,13 @@ def examine(
     if config.uses_lora or config.quantises_base:
         of_adapter = extras.check_lora(config, found, shape)
     check_environment(config, found)
+    check_environment_code(config, found)
+    check_reward_terms(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)
     check_best(config, found, sets)
     training, heldout = check_data(config, found, sets, read)
-    _check_run_folder(config, found)
+    check_run_folder(config, found)
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
@@ -127,40 +126,3 @@ def _is_installed(package: str) -> bool:
     # A folder of that name, such as the one that wandb writes, is a package without an origin.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-def _check_run_folder(config: Config, found: Findings) -> None:
-    """Refuse what cannot be a folder, and things of the wrong kind in it. Changes nothing."""
-    path = config.log.dir
-    if not path:
-        return
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        # Shown with its escapes, because nothing can print it as it is.
-        found.add("log.dir", "is not UTF-8", _NEW, value=path.encode(errors="replace").decode())
-        return
-    folder = Path(path)
-    try:
-        if folder.exists() and not folder.is_dir():
-            found.add("log.dir", "is not a folder", _NEW)
-            return
-        kinds = {name: (folder / name).stat().st_mode for name in _present(folder)}
-    except (OSError, ValueError) as error:  # too long, a loop of links, below a file, a null byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        found.add("log.dir", f"cannot be a folder ({reason})", _NEW)
-        return
-    for name, mode in kinds.items():
-        fits = stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)
-        if not fits:
-            kind = "file" if name in _FILES else "folder"
-            found.add("log.dir", f"holds {name}, which is not a {kind}", f"remove it, or {_NEW}")
-
-
-def _present(folder: Path) -> list[str]:
-    """Names of a run that the folder holds; OSError if there can be no such folder."""
-    try:
-        folder.stat()
-    except FileNotFoundError:
-        return []
-    return [name for name in (*_FILES, *_FOLDERS) if (folder / name).exists()]

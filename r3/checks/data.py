@@ -71,12 +71,8 @@ def _check_gym(
     config: Config, found: Findings, training: Sequence[str], sets: Sequence[EvalSet]
 ) -> None:
     """The reward gym scores tasks of reasoning-gym and nothing else."""
-    functions = config.reward.function
-    scored = [("reward.function", functions, training)]
-    scored += [
-        ("eval.function", (each.function,) if each.function else functions, (each.path,))
-        for each in sets
-    ]
+    scored = [("reward.function", config.reward.function, training)]
+    scored += [("eval.function", each.functions(config.reward), (each.path,)) for each in sets]
     for name, used, paths in scored:
         others = [path for path in paths if not path.startswith("gym:")]
         if "gym" in used and others:
@@ -178,8 +174,7 @@ def check_evaluation(
     _check_env_args(config, found)
     for each in settings.sets:
         if each.function or each.env:
-            functions = (each.function,) if each.function else config.reward.function
-            own = each.environment(config.env)
+            functions, own = each.functions(config.reward), each.environment(config.env)
             check_environment_rewards(functions, own, found, "eval.function")
     return settings.sets
 

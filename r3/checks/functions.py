@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from r3 import extras
 from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, with_values
-from r3.config.arguments import ENVIRONMENT, JUDGES, names_of
+from r3.config.arguments import ENVIRONMENT, JUDGES
 from r3.config.check import Findings
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
 
@@ -24,8 +24,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     Returns:
         Settings without effect.
     """
-    specs = (*config.algo.own_functions.values(), *config.reward_functions, config.env.path)
-    if not any(":" in spec for spec in (*specs, *config.eval.env)):
+    if not config.users_code:
         return []
     from r3.envs.find import find, is_workflow  # numpy comes with them
     from r3.rewards import own_functions
@@ -94,26 +93,11 @@ def check_file(spec: str, field: str, found: Findings) -> None:
         found.add(field, fault, path_fix(path), value=path)
 
 
-def check_environment(config: Config, found: Findings) -> None:
-    """One environment, with turns that fit into a response."""
+def check_environment_code(config: Config, found: Findings) -> None:
+    """The command or the file of the environment."""
     env = config.env
-    longest = config.rollout.max_response_tokens
-    if env.max_turn_tokens > longest and found.sound("env.max_turn_tokens"):
-        rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
-        fix = "set it to 0 for what is left, or allow more response tokens"
-        found.add("env.max_turn_tokens", rule, fix)
-    own = env.command or env.path or (env.name if env.name != EnvConfig().name else "")
-    if config.data.continue_final_message and own:
-        rule = f"continues a message of the row, and {own} decides what messages there are"
-        found.add("data.continue_final_message", rule, "leave it out")
     if env.command:
         extras.check_command(config, found)
-    if env.args and env.is_built_in:
-        rule, fix = f"the built-in environment {env.name} takes none", "leave them out"
-        found.add("env.args", rule, fix)
-    if env.path and env.name != EnvConfig().name:
-        rule = "is set together with env.path: a conversation has one environment"
-        found.add("env.name", rule, "give one of the two")
     if env.path and not env.command:
         check_environment_file(env.path, "env.path", found)
 
@@ -130,25 +114,6 @@ def check_environment_file(spec: str, field: str, found: Findings) -> None:
 def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     """Check every function of `reward.function`, and what judges need."""
     reward = config.reward
-    if not reward.function:
-        found.add("reward.function", "is empty", "use gsm8k, or path/to/my_reward.py:function")
-    if len(set(reward.function)) < len(reward.function):
-        fix = "name it once, with a larger weight"
-        found.add("reward.function", "names a function twice", fix)
-    if reward.weights and len(reward.weights) != len(reward.function):
-        rule = (
-            f"has {len(reward.weights)} values for the {len(reward.function)} functions of "
-            "reward.function"
-        )
-        found.add("reward.weights", rule, "give one per function, or none for equal weights")
-    if reward.weights and not any(reward.weights):
-        found.add("reward.weights", "are all 0, so every reward is 0", "give a weight other than 0")
-    if "none" in reward.function and len(reward.function) > 1:
-        fix = "use env for the environment's reward in a sum"
-        found.add("reward.function", "has none beside other functions", fix)
-    if reward.correct and reward.correct not in (names := names_of(reward.function)):
-        rule = "is no function of reward.function by its name in metrics"
-        found.add("reward.correct", rule, f"use one of {', '.join(names)}")
     if config.trains:
         check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):

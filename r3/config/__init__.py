@@ -46,11 +46,13 @@ from r3.config.run import (
     LogConfig,
 )
 from r3.config.settings import (
+    ANOTHER_FOLDER,
     SETTINGS,
     STARTED_FROM,
     Config,
     fixed_changes,
     flatten,
+    folder_error,
     help_of,
     other_run,
     replacing,

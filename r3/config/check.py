@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from r3.config.arguments import names_of
 from r3.config.fields import Problem, as_typed, shown
+from r3.config.rollout import EnvConfig
 from r3.config.run import EvalSet
 from r3.config.settings import Config, flatten
 from r3.config.train import ADVANTAGES, OF_OBJECTIVE
@@ -103,6 +105,50 @@ def check_best(config: Config, found: Findings, sets: Sequence[EvalSet]) -> None
     elif sets:
         fix = f"use one of {', '.join(each.name for each in sets)}"
         found.add("checkpoint.keep_best", f"{name} is no held-out set", fix)
+
+
+def check_environment(config: Config, found: Findings) -> None:
+    """One environment, with turns that fit into a response."""
+    env = config.env
+    longest = config.rollout.max_response_tokens
+    if env.max_turn_tokens > longest and found.sound("env.max_turn_tokens"):
+        rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
+        fix = "set it to 0 for what is left, or allow more response tokens"
+        found.add("env.max_turn_tokens", rule, fix)
+    own = env.command or env.path or (env.name if env.name != EnvConfig().name else "")
+    if config.data.continue_final_message and own:
+        rule = f"continues a message of the row, and {own} decides what messages there are"
+        found.add("data.continue_final_message", rule, "leave it out")
+    if env.args and env.is_built_in:
+        rule, fix = f"the built-in environment {env.name} takes none", "leave them out"
+        found.add("env.args", rule, fix)
+    if env.path and env.name != EnvConfig().name:
+        rule = "is set together with env.path: a conversation has one environment"
+        found.add("env.name", rule, "give one of the two")
+
+
+def check_reward_terms(config: Config, found: Findings) -> None:
+    """The terms of the reward are different functions, with a weight each."""
+    reward = config.reward
+    if not reward.function:
+        found.add("reward.function", "is empty", "use gsm8k, or path/to/my_reward.py:function")
+    if len(set(reward.function)) < len(reward.function):
+        fix = "name it once, with a larger weight"
+        found.add("reward.function", "names a function twice", fix)
+    if reward.weights and len(reward.weights) != len(reward.function):
+        rule = (
+            f"has {len(reward.weights)} values for the {len(reward.function)} functions of "
+            "reward.function"
+        )
+        found.add("reward.weights", rule, "give one per function, or none for equal weights")
+    if reward.weights and not any(reward.weights):
+        found.add("reward.weights", "are all 0, so every reward is 0", "give a weight other than 0")
+    if "none" in reward.function and len(reward.function) > 1:
+        fix = "use env for the environment's reward in a sum"
+        found.add("reward.function", "has none beside other functions", fix)
+    if reward.correct and reward.correct not in (names := names_of(reward.function)):
+        rule = "is no function of reward.function by its name in metrics"
+        found.add("reward.correct", rule, f"use one of {', '.join(names)}")
 
 
 def check_algorithm(config: Config, found: Findings) -> None:

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from r3.config.fields import ConfigError, Problem, setting
+from r3.models.hub import is_hub
+
+if TYPE_CHECKING:
+    from r3.models.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,17 @@ class ModelConfig:
     """Precision of the policy's router logits. float32: as computed. engine: rounded to
     engine.dtype, as vLLM computes them. Replayed routes keep gate weights that differ by this
     rounding."""
+
+    def shape(self) -> ModelShape:
+        """Read the shape of the checkpoint; errors as in `ModelShape.read`."""
+        from r3.models.shape import ModelShape  # takes longer than all else about settings
+
+        return ModelShape.read(self.path)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it names a folder from the working folder."""
+        return not is_hub(self.path) and not Path(self.path).is_absolute()
 
     def problem(self, rule: str, fix: str) -> Problem:
         """A problem with the checkpoint."""

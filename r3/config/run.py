@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
-from r3.config.rollout import DataConfig, EnvConfig
+from r3.config.rollout import DataConfig, EnvConfig, RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,10 @@ class EvalSet:
             raise ValueError(f"must be one of {', '.join(names)}")
         own: dict[str, Any] = {"name": self.env, "path": "", "command": "", "args": ()}
         return replace(training, **own)
+
+    def functions(self, training: RewardConfig) -> tuple[str, ...]:
+        """The reward functions of this set, in place of those of training."""
+        return (self.function,) if self.function else training.function
 
     def data(self, training: DataConfig) -> DataConfig:
         """The columns and the system prompt of this set, in place of those of training."""

@@ -19,10 +19,10 @@ from itertools import pairwise
 from typing import Any, get_type_hints
 
 from r3.config.arguments import names_of
-from r3.config.fields import Problem, Setting, setting
+from r3.config.fields import ConfigError, Problem, Setting, setting
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
-from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, LogConfig
+from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, EvalSet, LogConfig
 from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig
 
 ENVIRONMENTS = ("env.name", "env.path", "env.command")
@@ -122,12 +122,23 @@ class Config:
         return tuple(dict.fromkeys((*named, *rows)))
 
     @property
+    def users_code(self) -> tuple[str, ...]:
+        """Functions and classes of users' files, as path/to/file.py:name."""
+        specs = (self.env.path, *self.reward.function, *self.reward.row_functions)
+        specs += (*self.algo.own_functions.values(), *self.eval.env, *self.eval.function)
+        return tuple(dict.fromkeys(spec for spec in specs if ":" in spec))
+
+    @property
     def named_rewards(self) -> tuple[tuple[str, str], ...]:
         """Functions of training, evaluation and rows by the names that metrics have."""
         rows = self.reward.row_functions if "row" in self.reward_functions else ()
         named = [zip(names_of(specs), specs, strict=True) for specs in (self.reward.function, rows)]
         alone = [(names_of([spec])[0], spec) for spec in self.eval.function if spec]
         return tuple(dict.fromkeys((*named[0], *named[1], *alone)))
+
+    def response_tokens(self, of_set: EvalSet | None = None) -> int:
+        """Maximum tokens of a response, in training or in a held-out set."""
+        return (of_set.max_tokens if of_set else 0) or self.rollout.max_response_tokens
 
     def longest_sequence(self, context: int) -> int:
         """Maximum tokens of prompt and response together, in a model with this context."""
@@ -241,6 +252,13 @@ def fixed_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 _SHOWN_CHANGES = 12
+ANOTHER_FOLDER = "another --log.dir"
+"""What a user gives who starts a new run."""
+
+
+def folder_error(folder: object, rule: str, fix: str) -> ConfigError:
+    """The error of a folder that a run cannot use."""
+    return ConfigError([Problem("log.dir", str(folder), rule, fix)])
 
 
 def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:
@@ -252,5 +270,5 @@ def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str =
     if len(changes) > _SHOWN_CHANGES:
         lines.append(f"      and {len(changes) - _SHOWN_CHANGES} more\n")
     rule = "has a run with other settings, which may not change on resume:\n"
-    fix = fix or "set them back to continue that run, or start a new one with another --log.dir"
+    fix = fix or f"set them back to continue that run, or start a new one with {ANOTHER_FOLDER}"
     return Problem("log.dir", str(folder), rule + "".join(lines), fix)

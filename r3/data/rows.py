@@ -116,8 +116,8 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     """Return the columns that a run reads from training rows, or from those of a held-out set."""
     data, env, functions = config.data, config.env, config.reward.function
     if each is not None:
-        data = each.data(data)
-        env, functions = each.environment(env), (each.function,) if each.function else functions
+        data, env = each.data(data), each.environment(env)
+        functions = each.functions(config.reward)
     supervised = each is None and config.learns_rows
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or not env.may_reward

@@ -15,7 +15,7 @@ become `env/tool_calls`, averaged over conversations. If several turns report on
 value counts.
 
 R3 creates one instance per conversation. Methods may be `async def`. Rewards of several turns are
-added; if the environment gives none, `reward.function` scores the last message. Optional class
+added; if the environment gives none, reward functions score the last message. Optional class
 attributes are `tools`, JSON schemas for the chat template, and `stop`, strings that end a turn.
 With `env.workers` the instance is pickled between calls. Take randomness from `prompt.id`: what is
 drawn elsewhere differs from run to run.

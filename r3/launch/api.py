@@ -153,7 +153,7 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
 def _result(config: Config) -> Result:
     from r3.run.result import Goal
 
-    run_dir = RunDir(Path(config.log.dir))
+    run_dir = RunDir.of(config)
     if not config.trains:
         return Result(
             folder=run_dir.path,

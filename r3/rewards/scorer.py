@@ -354,7 +354,7 @@ class Scorer:
             say(text, error=True)
 
     def _result(self, key: Hashable, case: _Case) -> RewardResult:
-        # In the order of reward.function: components finish in any order, and sums of floats depend
+        # In the order of the settings: components finish in any order, and sums of floats depend
         # on it.
         scored = [each for each in self.components if each.name in case.parts]
         parts = {each.name: case.parts[each.name] for each in scored}
@@ -386,7 +386,7 @@ def make_scorer(
     """Build the scorer of `reward.*`.
 
     Args:
-        functions: used instead of `reward.function`, all with weight 1.
+        functions: used instead of those of training, all with weight 1.
         others: names and paths of other scorers' functions, for which `reward.args` may be too.
         model: the `r3.judges.model.RewardModel`, if a function is "model".
         renderer: the policy's chat template, if a function is "self_judge".

@@ -146,7 +146,7 @@ def evaluate(
         sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p),
         run_seed=config.train.seed,
         samples_per_prompt=settings.samples,
-        max_response_tokens=settings.max_tokens or config.rollout.max_response_tokens,
+        max_response_tokens=config.response_tokens(settings),
         keep_failed=True,
     )
     collected = collector.collect(

@@ -45,7 +45,7 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
             penalty=algo.overlong_penalty
             * overlong_penalty(
                 sample.rollout.num_tokens_after_prompt,
-                max_response_tokens=config.rollout.max_response_tokens,
+                max_response_tokens=config.response_tokens(),
                 buffer=algo.overlong_buffer,
             ),
             # An environment or a workflow may reward a conversation itself.

@@ -38,7 +38,7 @@ class Task:
         scorer: rewards of the training.
         shape: sizes of the model.
         max_model_len: maximum tokens of any conversation.
-        reward_model: the model that `reward.function model` asks, if it is used.
+        reward_model: the model that the reward `model` asks, if it is used.
     """
 
     prompts: Dataset
@@ -103,7 +103,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         ConfigError: a setting does not fit; names field, value, rule and fix.
         DataError: rows cannot be used; names file, row, field, rule and fix.
     """
-    shape = ModelShape.read(config.model.path)
+    shape = config.model.shape()
     if config.trains:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
     _refuse(extras.device_problems(config, shape, is_cuda=has_gpu()))
@@ -131,7 +131,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         # get as many tokens as the context and a micro-batch allow.
         return min(
             context,
-            config.longest_sequence(context) - config.rollout.max_response_tokens + response,
+            config.longest_prompt(context) + response,
         )
 
     def read_prompts(sources: str | Sequence[str], **how: Any) -> Dataset:
@@ -160,10 +160,10 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         )
     if prompts.prompts and not config.learns_rows:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
-        longest = room(conversation_setup, longest, config.rollout.max_response_tokens)
+        longest = room(conversation_setup, longest, config.response_tokens())
     heldout = []
     for each in config.eval.sets:
-        response = each.max_tokens or config.rollout.max_response_tokens
+        response = config.response_tokens(each)
         environment = each.environment(config.env)
         conversation = (
             conversation_setup

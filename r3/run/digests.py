@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import r3
-from r3.config import Config, ConfigError, Problem
+from r3.config import ANOTHER_FOLDER, Config, ConfigError, Problem
 from r3.data.prompts import prompts_from
 from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
@@ -120,9 +120,7 @@ def users_files(config: Config) -> list[str]:
     """Files that hold functions, classes, programs and prompts of this run, as the settings name
     them.
     """
-    specs = [config.env.path, *config.reward.function, *config.reward.row_functions]
-    specs += [*config.algo.own_functions.values(), *config.eval.env, *config.eval.function]
-    files = [file for file, colon, _ in (spec.rpartition(":") for spec in specs) if colon]
+    files = [spec.rpartition(":")[0] for spec in config.users_code]
     files += [config.reward.prompt_file, *config.env.command.split()]
     return [file for file in dict.fromkeys(files) if Path(file).is_file()]
 
@@ -170,7 +168,7 @@ def require_same_digests(
             value = getattr(getattr(config, section), field)
             rule = f"{shaping[group]} changed since the run was started: {why}"
             fix = (
-                "restore it, start a new run with another --log.dir, or go on with "
+                f"restore it, start a new run with {ANOTHER_FOLDER}, or go on with "
                 f"--checkpoint.allow_changed {flag}"
             )
             problems.append(Problem(setting, value, rule, fix))

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from r3.config import Config
+
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -79,14 +81,20 @@ class RunDir:
         """The file in which a rank writes its phase."""
         return self.path / "heartbeats" / f"rank_{rank:05d}.json"
 
-    def named_from_start(self, path: str, log_dir: str) -> str:
+    @classmethod
+    def of(cls, config: Config) -> RunDir:
+        """The folder of a run with these settings."""
+        return cls(Path(config.log.dir))
+
+    def named_from_start(self, name: str, settings: Mapping[str, str]) -> str:
         """A relative path of the run's settings as it was where the run was started.
 
         Args:
-            path: the model or another folder that the settings name.
-            log_dir: `log.dir`; if it is relative, it tells that working folder.
+            name: of a setting that names a folder.
+            settings: those of the run. `log.dir`, if it is relative, tells that working folder.
         """
-        here, end = Path(os.path.abspath(self.path)).parts, Path(log_dir).parts
+        path = settings.get(name, "")
+        here, end = Path(os.path.abspath(self.path)).parts, Path(settings.get("log.dir", "")).parts
         if path and end and here[-len(end) :] == end:
             there = Path(*here[: -len(end)]) / path
             return str(there) if there.exists() else path

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from r3.config import ConfigError, Problem
+from r3.config import ANOTHER_FOLDER, ConfigError, folder_error
 from r3.run.folder import owner_of
 from r3.runtime.process import boot_id
 from r3.runtime.terminal import say
@@ -263,10 +263,10 @@ def _in_use(folder: Path, holder: Holder | None) -> ConfigError:
         if holder
         else "a process that has just started"
     )
-    return _problem(
+    return folder_error(
         folder,
         f"another run writes to this folder ({who})",
-        "wait for that run, stop it, or give another --log.dir",
+        f"wait for that run, stop it, or give {ANOTHER_FOLDER}",
     )
 
 
@@ -275,18 +275,14 @@ def unusable(folder: Path, error: OSError) -> ConfigError:
     if isinstance(error, PermissionError) and error.filename and Path(error.filename).exists():
         path = Path(error.filename)
         mode = path.stat().st_mode & 0o777
-        return _problem(
+        return folder_error(
             folder,
             f"{path} belongs to {owner_of(path)} and has mode {mode:o}: this user may not write it",
             f"let {owner_of(path)} start the run, or give a folder of your own; for a folder of a "
             "group, start every run of it with umask 002",
         )
-    return _problem(
+    return folder_error(
         folder,
         f"the folder cannot be written: {error.strerror or error}",
         "give a folder on a disk that can be written",
     )
-
-
-def _problem(folder: Path, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(field="log.dir", value=str(folder), rule=rule, fix=fix)])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from r3.cli.base_config import OVERRIDES
 from r3.config import (
+    ANOTHER_FOLDER,
     STARTED_FROM,
     Config,
     ConfigError,
@@ -189,7 +190,7 @@ def newest_whole(
         if writes and world.rank == 0:
             replace_folder(folder, folder.with_name(f"damaged_{folder.name}"))
     raise ResumeError(
-        "\n".join([*notes, "no checkpoint of the run is whole. Fix: give another --log.dir"])
+        "\n".join([*notes, f"no checkpoint of the run is whole. Fix: give {ANOTHER_FOLDER}"])
     )
 
 
@@ -306,7 +307,7 @@ def settings_of(run_dir: RunDir) -> Config:
     values = flatten(config)
     return with_values(
         config,
-        {name: run_dir.named_from_start(values[name], config.log.dir) for name in STARTED_FROM},
+        {name: run_dir.named_from_start(name, values) for name in STARTED_FROM},
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from r3 import extras
 from r3.cli.parse import Invocation
@@ -90,7 +89,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     config, check = invocation.config, invocation.check
     machine = extras.machine()
     machine.require_place(config, launched=not check)
-    run_dir = RunDir(Path(config.log.dir))
+    run_dir = RunDir.of(config)
     limit_s = 2 * config.debug.kill_after_s
     watchdog = Watchdog(
         int(os.environ.get("RANK", "0")),

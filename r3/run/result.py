@@ -13,12 +13,11 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from r3 import extras
 from r3.cli.parse import Invocation
-from r3.config import flatten
+from r3.config import ANOTHER_FOLDER, flatten
 from r3.run.folder import RunDir, read_metrics, step_folders
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
@@ -88,7 +87,7 @@ def says_finished(invocation: Invocation) -> bool:
 
     The check before a launch ends here then. A check that the user asked for is made all the same.
     """
-    config, run_dir = invocation.config, RunDir(Path(invocation.config.log.dir))
+    config, run_dir = invocation.config, RunDir.of(invocation.config)
     is_launched = invocation.check and "R3_RESUME" in os.environ
     if not config.trains or (invocation.check and not is_launched):
         return False
@@ -111,7 +110,7 @@ def says_finished(invocation: Invocation) -> bool:
         more = "--train.patience" if step < config.train.steps else "--train.steps"
         say(
             f"{run_dir.path} is finished: {text}. "
-            f"Set a larger {more} to continue, or another --log.dir for a new run."
+            f"Set a larger {more} to continue, or {ANOTHER_FOLDER} for a new run."
         )
     if is_launched:
         sys.exit(FINISHED)

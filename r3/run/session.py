@@ -196,7 +196,7 @@ def build_run(
     opened = opened or Opened()
     stage = stage or (lambda _: nullcontext())
     # Absolute: users' code may change the working folder while a thread writes a checkpoint.
-    folder = RunDir(Path(config.log.dir).absolute())
+    folder = RunDir(RunDir.of(config).path.absolute())
     # The engine comes first: vLLM sizes itself by the memory it finds free.
     engine: Engine | None = None
     if config.uses_engine:

@@ -11,7 +11,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from r3.config import ConfigError, Problem
+from r3.config import folder_error
 from r3.run.folder import owner_of, write_json
 
 _NAME = "run.json"
@@ -66,7 +66,7 @@ class RunState:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             rule = f"{_NAME} cannot be read ({error})"
             fix = f"remove {_NAME}; only conversations that were suspended in a checkpoint need it"
-        raise ConfigError([Problem("log.dir", str(folder), rule, fix)])
+        raise folder_error(folder, rule, fix)
 
     def write(self, folder: Path, *, anew: bool = True) -> None:
         """Write the file, readable by its owner alone.

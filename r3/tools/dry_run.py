@@ -120,7 +120,7 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     data_ranks, engines = parallel.data_ranks(world_size), parallel.engines(world_size)
     per_update = math.ceil(rollouts / train.updates_per_step / data_ranks)
     longest = config.longest_sequence(shape.max_position_embeddings)
-    prompt = longest - rollout.max_response_tokens
+    prompt = config.longest_prompt(shape.max_position_embeddings)
     route_bytes = route_bytes_per_token(shape)
     in_flight = min(rollouts // engines, config.engine.max_num_seqs)
     # A micro-batch has whole sequences, so the longest ones waste the most of it.
@@ -132,8 +132,7 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
         f"prompts       {rollout.prompts_per_step} per step, {rollout.group_size} samples each: "
         f"{rollouts} rollouts",
         f"rollouts      {rollouts // engines} per engine, {in_flight} in flight",
-        f"sequence      at most {prompt} prompt + {rollout.max_response_tokens} response = "
-        f"{longest} tokens",
+        f"sequence      at most {prompt} prompt + {longest - prompt} response = {longest} tokens",
         f"tokens        at most {rollouts * longest:,} per step, "
         f"{rollouts // data_ranks * longest:,} per data-parallel rank",
         f"updates       {updates}; {train.total_updates} in {train.steps} steps",

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from r3.config import Config, flatten
 from r3.metrics.meter import TrackerError
+from r3.run.folder import RunDir
 from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
@@ -166,7 +167,7 @@ class Tracker:
         self._name = config.log.tracker
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"r3-{self._name}")
         self._failed = False
-        folder = Path(config.log.dir)
+        folder = RunDir.of(config).path
         folder.mkdir(parents=True, exist_ok=True)
         started = self._pool.submit(
             CLIENTS[self._name],

@@ -18,18 +18,6 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 
 
-def reward_text(config: Config) -> str:
-    """The reward functions in one line: `math` or `math + 0.1 my.py:short`."""
-    reward = config.reward
-    if reward.function == ("none",):
-        return "of the environment"
-    weights = reward.weights or (1.0,) * len(reward.function)
-    terms = zip(reward.function, weights, strict=True)
-    return " + ".join(
-        function if weight == 1.0 else f"{weight:g} {function}" for function, weight in terms
-    )
-
-
 def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[tuple[str, str]]:
     """The lines of the header about the routers and about `train.freeze`."""
     names = frozen_tensors(shape, patterns)
@@ -87,7 +75,6 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         "self_judge": "the policy itself (self_judge)",
         "model": f"reward model {config.reward.model_path}",
     }
-    environment = config.env.path or config.env.command or config.env.name
     precision = f"policy {config.model.dtype}"
     precision += f", engine {config.engine.dtype}" if config.uses_engine else ""
     precision += ", head float32" if config.model.fp32_head else ""
@@ -102,7 +89,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("precision", precision),
         ("data", data),
         *(("", each) for each in source_lines(config.data.path, prompts.read)),
-        ("task", f"{environment}, reward {reward_text(config)}" if samples else ""),
+        ("task", f"{config.env.in_words}, reward {config.reward.in_words}" if samples else ""),
         ("endpoint", _reached(config.env) if samples else ""),
         ("step", _step(config) if config.trains else ""),
         ("replay", _replay(config, is_moe) if samples and config.trains else ""),

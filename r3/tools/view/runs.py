@@ -72,8 +72,7 @@ class RunFacts:
     @property
     def model_path(self) -> str:
         """Folder or hub name of the model, which also has the tokenizer."""
-        path, log_dir = (self.settings.get(name, "") for name in ("model.path", "log.dir"))
-        return RunDir(self.path).named_from_start(path, log_dir)
+        return RunDir(self.path).named_from_start("model.path", self.settings)
 
 
 def read_run(path: Path) -> RunFacts:
