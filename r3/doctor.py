@@ -343,9 +343,9 @@ def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
         share_out(list(rollouts), mesh.world.rank, mesh.world.size),
         mesh,
         run.policy.shape,
-        PackingSpec(
-            micro_batch_tokens=config.train.micro_batch_tokens,
-            layers=run.policy.replay.layers,
+        PackingSpec.of_pass(
+            config,
+            run.policy.replay.layers,
             captured=run.engine.capture,
             on_missing=config.replay.on_missing,
         ),

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from r3.config import Config
-from r3.data.prompts import prompts_of_step
 from r3.metrics.reduce import Mean, Sum
 from r3.rollout.task import Task
 from r3.runtime.mesh import Axis
@@ -26,8 +25,7 @@ def rows_of_step(
 
     The rows of a step depend on the seed and the step alone, as the prompts of a step do.
     """
-    count = config.rollout.prompts_per_step
-    prompts = prompts_of_step(task.prompts, seed=config.train.seed, step=step - 1, count=count)
+    prompts = task.drawn(config, step)
     rows = [
         Sample(rollout=as_rollout(prompts[index], index, step - 1))
         for index in range(world.rank, len(prompts), world.size)

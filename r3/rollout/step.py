@@ -16,7 +16,7 @@ from r3 import extras
 from r3.algo.advantage import Reward
 from r3.algo.sums import are_equal
 from r3.config import Config
-from r3.data.prompts import prompts_from, prompts_of_step
+from r3.data.prompts import prompts_from
 from r3.engine import Engine, Sampling
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean
@@ -190,14 +190,11 @@ class RolloutSource:
 
     def _one_step(self, step: int, on_rollout: Callable[[], None]) -> Collected:
         """Sample the prompts of the step, and train on all of them."""
-        config, count = self._config, self._config.rollout.prompts_per_step
-        prompts = prompts_of_step(
-            self._task.prompts, seed=config.train.seed, step=step - 1, count=count
-        )
+        config, prompts = self._config, self._task.drawn(self._config, step)
         collected, failure = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected.samples, self._mesh.world, config)
         needed = config.train.updates_per_step
-        require_groups(rewards, step=step, sampled=count, needed=needed, failure=failure)
+        require_groups(rewards, step=step, sampled=len(prompts), needed=needed, failure=failure)
         return self._made(step, [collected], collected.samples, rewards)
 
     def _warn_of_limits(self, step: int, collected: RoundResult) -> None:
