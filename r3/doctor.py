@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from r3.cli import parse as cli
 from r3.config import Config, EnvConfig, with_values
-from r3.data.prompts import prompts_of_step
 from r3.engine import Sampling, sampling_seed
 from r3.metrics.reduce import DEPTHS
 from r3.policy.updates import pass_figures
@@ -256,9 +255,7 @@ def check_engine_rows(context: DoctorContext) -> str:
     """
     run = context.run
     config, shape, world = run.config, run.policy.shape, run.mesh.world
-    prompts = prompts_of_step(
-        run.task.prompts, seed=config.train.seed, step=0, count=2 * run.mesh.engine_dp.size
-    )
+    prompts = run.task.drawn(config, 0, 2 * run.mesh.engine_dp.size)
     rollout = config.rollout
     collector = Collector(
         engine=run.engine,
@@ -338,19 +335,23 @@ def check_replay(context: DoctorContext) -> str:
 
 def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
     """Pack the rollouts of all ranks as a step with one update does."""
-    mesh, config = run.mesh, run.config
+    mesh = run.mesh
     (batch,), _ = distribute(
         share_out(list(rollouts), mesh.world.rank, mesh.world.size),
         mesh,
         run.policy.shape,
-        PackingSpec.of_pass(
-            config,
-            run.policy.replay.layers,
-            captured=run.engine.capture,
-            on_missing=config.replay.on_missing,
-        ),
+        _packing(run),
     )
     return batch
+
+
+def _packing(run: Session) -> PackingSpec:
+    return PackingSpec.of_pass(
+        run.config,
+        run.policy.replay.layers,
+        captured=run.engine.capture,
+        on_missing=run.config.replay.on_missing,
+    )
 
 
 def check_depth(context: DoctorContext) -> str:
@@ -360,7 +361,7 @@ def check_depth(context: DoctorContext) -> str:
     `DEPTHS` that the engine's context reaches.
     """
     run = context.run
-    multiple, tokens = run.mesh.length_multiples[0], run.config.train.micro_batch_tokens
+    multiple, tokens = run.mesh.length_multiples[0], _packing(run).micro_batch_tokens
     longest = min(run.task.max_model_len - 1, tokens // multiple * multiple)
     text = list(chain.from_iterable(prompt.tokens_T for prompt in run.task.prompts.prompts))
     starts = [*DEPTHS.values(), longest]

@@ -147,6 +147,11 @@ class Config:
             longest, (self.data.max_prompt_tokens or longest) + self.rollout.max_response_tokens
         )
 
+    def longest_row(self, context: int) -> int:
+        """Maximum tokens of a row of training: a prompt, or a conversation to learn."""
+        whole = min(context, self.train.micro_batch_tokens)
+        return whole if self.learns_rows else self.longest_prompt(context)
+
     def longest_prompt(self, context: int) -> int:
         """Maximum tokens of a prompt: `data.max_prompt_tokens`, or what a full response leaves."""
         return self.longest_sequence(context) - self.rollout.max_response_tokens

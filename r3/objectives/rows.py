@@ -25,7 +25,7 @@ def rows_of_step(
 
     The rows of a step depend on the seed and the step alone, as the prompts of a step do.
     """
-    prompts = task.drawn(config, step)
+    prompts = task.of_step(config, step)
     rows = [
         Sample(rollout=as_rollout(prompts[index], index, step - 1))
         for index in range(world.rank, len(prompts), world.size)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import Config
-from r3.data.prompts import prompts_from
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
 from r3.partial import episode
@@ -228,9 +227,7 @@ class PartialSource(RolloutSource):
         for engine, groups in gathered:
             loads[engine] += len(groups)
         count = rollout.prompts_per_step - len(waiting)
-        prompts = prompts_from(
-            self._task.prompts, seed=config.train.seed, start=partial.prompts_taken, count=count
-        )
+        prompts = self._task.drawn(config, partial.prompts_taken, count)
         engines = assign_engines(loads, count)
         indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
         suspended, finished, rounds, dropped = partial.suspended, partial.finished, [], 0

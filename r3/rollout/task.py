@@ -12,7 +12,7 @@ from typing import Any
 from r3 import extras
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
-from r3.data.prompts import Dataset, load_prompts, prompts_of_step
+from r3.data.prompts import Dataset, load_prompts, prompts_from
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
@@ -51,10 +51,14 @@ class Task:
     max_model_len: int
     reward_model: Any = None
 
-    def drawn(self, config: Config, step: int) -> list[Prompt]:
-        """The prompts, or rows to learn, of a step, which is counted from 1."""
+    def drawn(self, config: Config, start: int, count: int) -> list[Prompt]:
+        """The prompts, or rows to learn, at some places of the run's order (`prompts_from`)."""
+        return prompts_from(self.prompts, seed=config.train.seed, start=start, count=count)
+
+    def of_step(self, config: Config, step: int) -> list[Prompt]:
+        """Those of a step, which is counted from 1."""
         count = config.rollout.prompts_per_step
-        return prompts_of_step(self.prompts, seed=config.train.seed, step=step - 1, count=count)
+        return self.drawn(config, (step - 1) * count, count)
 
     def close(self) -> None:
         """End what environments and reward functions started."""
@@ -150,16 +154,11 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
 
     prompts, longest = Dataset(prompts=()), 0
     if config.trains:
-        longest_row = (
-            min(context, config.train.micro_batch_tokens)
-            if config.learns_rows
-            else config.longest_prompt(context)
-        )
         prompts = read_prompts(
             data.path,
             columns=columns_of(config),
             tools=conversation_setup.environments.tools,
-            max_prompt_tokens=data.max_prompt_tokens or longest_row,
+            max_prompt_tokens=data.max_prompt_tokens or config.longest_row(context),
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,

@@ -21,7 +21,6 @@ from typing import Any
 
 import r3
 from r3.config import ANOTHER_FOLDER, Config, ConfigError, Problem
-from r3.data.prompts import prompts_from
 from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
@@ -203,7 +202,7 @@ def _what(group: str, names: Sequence[str]) -> str:
 def _data(config: Config, task: Task) -> dict[str, dict[str, str]]:
     prompts = task.prompts.prompts
     count = min(len(prompts), _ORDERED)
-    drawn = prompts_from(task.prompts, seed=config.train.seed, start=0, count=count)
+    drawn = task.drawn(config, 0, count)
     tokens = (_json([prompt.tokens_T, prompt.spans]) for prompt in prompts)
     return {
         "data": {
