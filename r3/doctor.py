@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from r3.cli import parse as cli
 from r3.config import Config, EnvConfig, with_values
+from r3.data.prompts import run_prompts
 from r3.engine import Sampling, sampling_seed
 from r3.metrics.reduce import DEPTHS
 from r3.policy.updates import pass_figures
@@ -255,7 +256,7 @@ def check_engine_rows(context: DoctorContext) -> str:
     """
     run = context.run
     config, shape, world = run.config, run.policy.shape, run.mesh.world
-    prompts = run.task.drawn(config, 0, 2 * run.mesh.engine_dp.size)
+    prompts = run_prompts(run.task.prompts, config, 0, 2 * run.mesh.engine_dp.size)
     rollout = config.rollout
     collector = Collector(
         engine=run.engine,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from r3 import extras
+from r3.config import Config
 from r3.data.rendering import EndlessTemplate, NotRendered, TemplateFault
 from r3.data.rows import Columns, Row, RowProblem
 from r3.data.sources import ReadsRows, read_rows
@@ -212,6 +213,17 @@ def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list
     ]
     each = [iter(prompts) for prompts in drawn]
     return [next(each[index]) for index in order]
+
+
+def run_prompts(dataset: Dataset, config: Config, start: int, count: int) -> list[Prompt]:
+    """Return the prompts, or rows to learn, at places of a run's order; see `prompts_from`."""
+    return prompts_from(dataset, seed=config.train.seed, start=start, count=count)
+
+
+def step_prompts(dataset: Dataset, config: Config, step: int) -> list[Prompt]:
+    """Return those of a step of a run; its first step is 1."""
+    count = config.rollout.prompts_per_step
+    return run_prompts(dataset, config, (step - 1) * count, count)
 
 
 def turns(weights: Sequence[float], places: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from r3.config import Config
+from r3.data.prompts import step_prompts
 from r3.metrics.reduce import Mean, Sum
 from r3.rollout.task import Task
 from r3.runtime.mesh import Axis
@@ -25,7 +26,7 @@ def rows_of_step(
 
     The rows of a step depend on the seed and the step alone, as the prompts of a step do.
     """
-    prompts = task.of_step(config, step)
+    prompts = step_prompts(task.prompts, config, step)
     rows = [
         Sample(rollout=as_rollout(prompts[index], index, step - 1))
         for index in range(world.rank, len(prompts), world.size)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import Config
+from r3.data.prompts import run_prompts
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
 from r3.partial import episode
@@ -227,7 +228,7 @@ class PartialSource(RolloutSource):
         for engine, groups in gathered:
             loads[engine] += len(groups)
         count = rollout.prompts_per_step - len(waiting)
-        prompts = self._task.drawn(config, partial.prompts_taken, count)
+        prompts = run_prompts(self._task.prompts, config, partial.prompts_taken, count)
         engines = assign_engines(loads, count)
         indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
         suspended, finished, rounds, dropped = partial.suspended, partial.finished, [], 0

@@ -16,6 +16,7 @@ from r3 import extras
 from r3.algo.advantage import Reward
 from r3.algo.sums import are_equal
 from r3.config import Config
+from r3.data.prompts import run_prompts, step_prompts
 from r3.engine import Engine, Sampling
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean
@@ -189,7 +190,7 @@ class RolloutSource:
 
     def _one_step(self, step: int, on_rollout: Callable[[], None]) -> Collected:
         """Sample the prompts of the step, and train on all of them."""
-        config, prompts = self._config, self._task.of_step(self._config, step)
+        config, prompts = self._config, step_prompts(self._task.prompts, self._config, step)
         collected, failure = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected.samples, self._mesh.world, config)
         needed = config.train.updates_per_step
@@ -280,7 +281,7 @@ class RolloutSource:
         chosen: list[int] = []
         for _ in range(1 + config.algo.dynamic_sampling):
             missing = wanted - len(chosen)
-            prompts = self._task.drawn(config, taken + sampled, missing)
+            prompts = run_prompts(self._task.prompts, config, taken + sampled, missing)
             collected, _ = self._round(step, prompts, on_rollout, first_group=sampled)
             rounds.append(collected)
             gathered.append(gather_rewards(collected.samples, mesh.world, config))

@@ -12,7 +12,7 @@ from typing import Any
 from r3 import extras
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
-from r3.data.prompts import Dataset, load_prompts, prompts_from
+from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
@@ -23,7 +23,6 @@ from r3.rollout.conversation import ConversationSetup
 from r3.rollout.heldout import HeldOut
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
-from r3.types import Prompt
 from r3.user_code.algorithm import advantage_of, loss_of
 
 
@@ -50,15 +49,6 @@ class Task:
     shape: ModelShape
     max_model_len: int
     reward_model: Any = None
-
-    def drawn(self, config: Config, start: int, count: int) -> list[Prompt]:
-        """The prompts, or rows to learn, at some places of the run's order (`prompts_from`)."""
-        return prompts_from(self.prompts, seed=config.train.seed, start=start, count=count)
-
-    def of_step(self, config: Config, step: int) -> list[Prompt]:
-        """Those of a step, which is counted from 1."""
-        count = config.rollout.prompts_per_step
-        return self.drawn(config, (step - 1) * count, count)
 
     def close(self) -> None:
         """End what environments and reward functions started."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import r3
 from r3.config import ANOTHER_FOLDER, Config, ConfigError, Problem
+from r3.data.prompts import run_prompts
 from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
@@ -202,7 +203,7 @@ def _what(group: str, names: Sequence[str]) -> str:
 def _data(config: Config, task: Task) -> dict[str, dict[str, str]]:
     prompts = task.prompts.prompts
     count = min(len(prompts), _ORDERED)
-    drawn = task.drawn(config, 0, count)
+    drawn = run_prompts(task.prompts, config, 0, count)
     tokens = (_json([prompt.tokens_T, prompt.spans]) for prompt in prompts)
     return {
         "data": {
