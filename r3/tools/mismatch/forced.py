@@ -41,12 +41,13 @@ def build_engine(
         folder: a Hugging Face folder whose weights it loads; empty: it waits for the policy's.
     """
     if folder:  # a deeper sleep would drop its weights
-        config = with_values(config, {"model.path": folder, "engine.sleep_level": 1})
+        config = with_values(config, {"engine.sleep_level": 1})
+        shape = ModelShape.read(folder)
     return Engine(
         config,
         device,
         shape,
-        load_tokenizer(config.model.path),
+        load_tokenizer(shape.source),
         max_model_len=max(len(each.tokens_T) for each in rollouts),
         from_disk=bool(folder),
     )
