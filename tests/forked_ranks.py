@@ -47,7 +47,7 @@ def preload() -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         prepare_environment()  # vLLM reads some of it when it is imported
         from r3 import extras
-        from r3.run import session  # noqa: F401
+        from r3.run import Session  # noqa: F401
 
         extras.engine_on_cpu().import_engine()
     os.environ.clear()

@@ -4,14 +4,18 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
+    checkpoint="KEYS PIECE UnsoundError gathered_state load",
     checkpointer="Checkpointer Copy SaveError",
+    digests="digests_of",
     due="Saver export_last is_checkpoint_due",
     ends="FailureReport REQUEUE StopRequest StoppedEarly failure_text resume_command",
     folder=(
         "RunDir read_jsonl read_metrics replacing step_folders truncate_metrics write_eval "
         "write_json write_text"
     ),
-    open="Opened ResumeError hold newest_whole open_run",
+    lock="hold require_free",
+    manifest="damage_of measure measure_durably read_manifest write_manifest",
+    open="Opened ResumeError newest_whole open_run",
     result="FINISHED Goal best_step says_finished",
     session="Phases RankError Session build_run require_one_start",
     state="RunState",

@@ -10,6 +10,7 @@ __getattr__ = names_of(
     ),
     coded_routes="CheckFailed coded_experts read_back_coded_routes",
     dumps="join_arrays read_rollouts rollout_facts trained_samples write_rollouts",
+    health="Facts findings measure",
     proof="prove_sync prove_weights sample_single_turn turned",
     **{
         "beside.header": "frozen_lines",

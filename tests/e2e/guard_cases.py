@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from r3.backends.cpu.engine import normalise_in_one_call, rotate_to_nearest
+from r3 import extras
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.engine.route_slots import SlotRoutes
-from r3.layers.norms import _Norm
+from r3.layers import RMSNorm as PolicyNorm
 from r3.models import Experts
 from r3.runtime.device import Device
 from r3.sync import ResidencyError, State, SyncError
@@ -105,7 +104,10 @@ def norms(engine: Engine) -> Norms:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     def policys(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        return _Norm.apply(x, norm.weight, norm.variance_epsilon)
+        facts = SimpleNamespace(params_dtype=norm.weight.dtype, sequence_parallel=False)
+        own = PolicyNorm(facts, len(norm.weight), norm.variance_epsilon)
+        own.load_state_dict({"weight": norm.weight})
+        return own(x)
 
     def far(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())
@@ -121,7 +123,7 @@ def norms(engine: Engine) -> Norms:
             "no weight": RMSNorm(64, has_weight=False),
         }
         half = RMSNorm(64, dtype=torch.bfloat16)
-    normalise_in_one_call([*others.values(), half])
+    extras.engine_on_cpu().normalise_in_one_call([*others.values(), half])
     random = torch.Generator().manual_seed(0)
     farthest, with_residual = [], []
     with torch.no_grad():
@@ -184,7 +186,7 @@ def rotations(engine: Engine) -> tuple[float, float]:
         return float(min(equal))
 
     by_vllm = share()
-    rotate_to_nearest([rotary])
+    extras.engine_on_cpu().rotate_to_nearest([rotary])
     return share(), by_vllm
 
 
@@ -290,7 +292,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     table = routes._table
 
     def other_layers() -> None:
-        SlotRoutes(engine.llm, table.layers[1:])
+        type(table)(engine.llm, table.layers[1:])
 
     def other_blocks() -> None:
         table.read([1], 0, table.block_size + 1)
@@ -301,7 +303,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     }
     runner = table._runner
     del runner.r3_routes
-    messages["no table"] = message_of(lambda: SlotRoutes(engine.llm, table.layers), AssertionError)
+    messages["no table"] = message_of(lambda: type(table)(engine.llm, table.layers), AssertionError)
     runner.r3_routes = table
     batch, table._batch = table._batch, None
     messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)

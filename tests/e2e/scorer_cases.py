@@ -10,8 +10,7 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.data import Renderer
-from r3.judges import Batches, RewardModel, SelfJudge
-from r3.judges.chat import parsed
+from r3.judges import Batches, RewardModel, SelfJudge, parsed
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device

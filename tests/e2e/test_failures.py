@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from r3 import assets
-from r3.cli import parse as cli
-from r3.run.prepare import prepare, refusing
-from tests.runs import rows_of
+from tests.runs import program, rows_of
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -56,35 +52,13 @@ def test_a_wrong_reward_prints_one_block_and_keeps_what_was_written(tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "run" / "errors").glob("rank_*"))
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What `train.py --check` printed, and its exit code."""
-
-    code: int
-    stdout: str
-    stderr: str
+def check(*flags: str) -> subprocess.CompletedProcess[str]:
+    return program(interpreter(), "train.py", "tiny-smoke", "--check", *flags)
 
 
-@pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
-    """Calls `train.py tiny-smoke --check` in this process, which has imported torch already."""
-
-    def run(*flags: str) -> Checked:
-        code = 0
-        try:
-            invocation = cli.parse(["tiny-smoke", "--check", *flags])
-            with refusing():
-                assert prepare(invocation) is None
-        except SystemExit as left:
-            code = int(str(left.code))
-        return Checked(code, *capsys.readouterr())
-
-    return run
-
-
-def test_check_calls_the_reward_on_the_reference_answer(check: Callable[..., Checked]) -> None:
+def test_check_calls_the_reward_on_the_reference_answer() -> None:
     done = check()
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     first, second, heldout = done.stdout.strip().splitlines()[-3:]
     assert re.fullmatch(
         r"ok: \d+ prompts, \d+ held out in heldout; longest prompt \d+ tokens", first
@@ -94,20 +68,20 @@ def test_check_calls_the_reward_on_the_reference_answer(check: Callable[..., Che
     assert re.fullmatch(f" *heldout: {rewarded}", heldout)
 
 
-def test_check_plans_for_the_ranks_that_are_asked_for(check: Callable[..., Checked]) -> None:
+def test_check_plans_for_the_ranks_that_are_asked_for() -> None:
     layout = ("--parallel.ep", "1", "--parallel.tp", "2")  # no rank alone can have it
     done = check(*layout, "--world-size", "2")
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
-def test_check_finds_a_reward_that_fails(check: Callable[..., Checked], tmp_path: Path) -> None:
+def test_check_finds_a_reward_that_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(response, prompt):\n    return 1 / 0\n")
     done = check("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0")
-    assert done.code == 2
+    assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr and "mine.py" in done.stderr
 
 
-def test_check_resets_the_environment(check: Callable[..., Checked]) -> None:
+def test_check_resets_the_environment() -> None:
     done = check("--env.name", "calculator", "--model.path", str(assets.TINY_MOE_TOOLS))
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     assert "environment: reset on" in done.stdout and "returned 1 message(s)" in done.stdout

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from r3.run import RunDir
-from r3.tools import read_arrays
 from tests.browser import Browser, chromium, why_absent
 from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
 from tests.world import ROOT
@@ -30,10 +29,10 @@ def save_scores(run: Path) -> None:
     """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came
     from.
     """
-    arrays = read_arrays(RunDir(run), 1)
-    live = arrays.routed_experts.copy()
+    arrays = load_file(run / "rollouts" / "step_000001.safetensors")
+    live = arrays["routed_experts"].copy()
     live[5] = (live[5] + 1) % EXPERTS  # row 5 of the first rollout predicted its token 6
-    shifted = arrays.logprobs + np.float32(0.5) * arrays.loss_mask
+    shifted = arrays["logprobs"] + np.float32(0.5) * arrays["loss_mask"]
     save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
 
 

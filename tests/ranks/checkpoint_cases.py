@@ -23,18 +23,22 @@ from r3.config import Config, with_values
 from r3.partial import PartialRollouts, to_files
 from r3.policy import Policy, chained
 from r3.run import (
+    KEYS,
     Checkpointer,
     Opened,
     ResumeError,
     RunDir,
     RunState,
     SaveError,
+    UnsoundError,
     checkpoint,
+    gathered_state,
+    measure,
     newest_whole,
+    read_manifest,
     step_folders,
+    write_manifest,
 )
-from r3.run.checkpoint import KEYS, UnsoundError, gathered_state
-from r3.run.manifest import measure, read_manifest, write_manifest
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
 from tests.errors import message_of

@@ -20,7 +20,7 @@ from r3.layers import packed_params, zigzag_rows
 from r3.models import CheckpointError, Experts, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy, chained
-from r3.run import checkpoint
+from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, export
@@ -437,7 +437,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
         frozen.zero_()
     zeroed = not same()
     mesh.world.barrier()
-    checkpoint.load(saved, policy, device, mesh)
+    load_checkpoint(saved, policy, device, mesh)
     resumed = same()
     export(
         Path(out) / "export",

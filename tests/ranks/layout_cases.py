@@ -19,7 +19,7 @@ from r3.policy import Policy, chained, memory, scoring
 from r3.policy.build import transformer_config
 from r3.policy.scoring import KnownShapes
 from r3.policy.weight_slots import load
-from r3.run import checkpoint
+from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
@@ -306,7 +306,7 @@ def second_update(
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     if resume:
-        checkpoint.load(Path(out) / "step_000001", policy, device, mesh)
+        load_checkpoint(Path(out) / "step_000001", policy, device, mesh)
     else:
         one_update(policy, batch, total_updates=4)
         save_checkpoint(Path(out), policy, device, mesh, step=1, keep=0)
@@ -345,7 +345,7 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
     expected, found = mains(plain), mains(fused)
     saved = save_checkpoint(Path(out), fused, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, plain.shape)
-    checkpoint.load(saved, resumed, device, mesh)
+    load_checkpoint(saved, resumed, device, mesh)
     for _ in range(2):
         one_update(fused, batch, total_updates=4)
         one_update(resumed, batch, total_updates=4)
@@ -461,7 +461,7 @@ def streamed_optimizer(
     streamed.onload()
     saved = save_checkpoint(Path(out), streamed, device, mesh, step=3, keep=0)
     resumed = streaming()
-    checkpoint.load(saved, resumed, device, mesh)
+    load_checkpoint(saved, resumed, device, mesh)
     for policy in (resident, streamed, resumed):
         one_update(policy, batch, total_updates=8)
     after_checkpoint, after_resume = same(resident, streamed), same(resident, resumed)

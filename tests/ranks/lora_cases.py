@@ -24,7 +24,7 @@ from r3.lora import (
 )
 from r3.models import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
-from r3.run import checkpoint
+from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh, forget_mesh
 from r3.sync import WeightStream, export
@@ -374,7 +374,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     mesh.world.barrier()
     saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, policy.shape)
-    checkpoint.load(saved, resumed, device, mesh)
+    load_checkpoint(saved, resumed, device, mesh)
     rewritten = _same(policy, resumed)
     for each in (policy, resumed):
         each.offload()
@@ -383,7 +383,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     same = _same(policy, resumed)
     from_other = 0.0
     if other:
-        checkpoint.load(other / "step_000001", resumed, device, mesh)
+        load_checkpoint(other / "step_000001", resumed, device, mesh)
         expected = torch.load(other / "weights.pt")
         again = WeightStream(resumed, device, mesh).read()  # waits for all ranks to be made
         from_other = max(float((x - expected[name]).abs().max()) for name, x in again)

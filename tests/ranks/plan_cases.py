@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from r3.backends.dispatch import TokenDispatcher
+from r3 import extras
 from r3.runtime.device import Device
 from r3.types import Batch, MicroBatch
 from tests.errors import message_of
@@ -57,7 +57,7 @@ def plans(device: Device, *, model: str, experts: str) -> Plans:
 
             return counting
 
-        with patched(TokenDispatcher, "_exchange_sizes", counted):
+        with patched(extras.dispatch().TokenDispatcher, "_exchange_sizes", counted):
             return run()
 
     def gradients() -> list[torch.Tensor]:

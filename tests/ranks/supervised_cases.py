@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from r3 import extras
 from r3.algo.packing import with_advantages
-from r3.config import OF_OBJECTIVE, with_values
-from r3.data import Dataset, columns_of, load_prompts
+from r3.config import OF_OBJECTIVE, Config, with_values
 from r3.metrics import Mean
-from r3.objectives.rows import as_rollout
 from r3.policy import Policy
 from r3.policy.weight_slots import named
+from r3.rollout import Task, read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync import PackingSpec, distribute
-from r3.types import Batch, Sample
+from r3.types import Batch
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config
 
@@ -50,41 +50,31 @@ class AgainstTransformers:
     errors: dict[str, float]
 
 
-def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
-    from transformers import AutoTokenizer
-
+def _task(rows: str, model: str, **sections: Any) -> tuple[Config, Task]:
     config = tiny_config(
         model,
         data={"path": (rows,), "prompt_key": "messages", "answer_key": ""},
         train={"objective": "sft", "lr": 1e-3, "micro_batch_tokens": 256},
+        rollout={"prompts_per_step": 12},
+        eval={"path": (), "max_prompts": ()},
         **sections,
     )
     config = with_values(config, OF_OBJECTIVE["sft"])
-    dataset = load_prompts(
-        rows,
-        AutoTokenizer.from_pretrained(config.model.path),
-        columns=columns_of(config),
-        max_prompt_tokens=256,
-    )
-    return config, dataset
+    return config, read_task(config)
 
 
-def _batch(policy: Policy, mesh: Mesh, dataset: Dataset) -> Batch:
-    scored = [
-        Sample(rollout=as_rollout(row, index, 0))
-        for index, row in enumerate(dataset.prompts)
-        if index % mesh.world.size == mesh.world.rank
-    ]
+def _batch(policy: Policy, mesh: Mesh, task: Task) -> Batch:
+    scored, _ = extras.rows_of_step(task, policy.config, mesh.world, 1)
     spec = PackingSpec.of_step(policy.config, policy.replay.layers, 0)
     (batch,), _ = distribute(scored, mesh, policy.shape, spec)
-    return with_advantages(batch, torch.ones(len(dataset.prompts)))
+    return with_advantages(batch, torch.ones(len(task.prompts.prompts)))
 
 
 def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -> Supervised:
     """Learn all rows in one update."""
-    config, dataset = _rows(data, model, parallel=parallel)
+    config, task = _task(data, model, parallel=parallel)
     mesh, policy = build(device, config)
-    found, metrics = one_update(policy, _batch(policy, mesh, dataset), total_updates=1)
+    found, metrics = one_update(policy, _batch(policy, mesh, task), total_updates=1)
     nll: Mean = metrics.get("loss/nll", Mean(0.0, 0.0))
     loss: Mean = metrics.get("loss/total", Mean(0.0, 0.0))
     return Supervised(
@@ -100,9 +90,9 @@ def against_transformers(device: Device, *, data: str, model: str) -> AgainstTra
     """Loss and gradients of all rows, against the cross-entropy of transformers row by row."""
     from transformers import AutoModelForCausalLM
 
-    config, dataset = _rows(data, model)
+    config, task = _task(data, model)
     mesh, policy = build(device, config)
-    batch = _batch(policy, mesh, dataset)
+    batch = _batch(policy, mesh, task)
     metrics = policy.forward_backward(batch)
     own = {
         name: part
@@ -111,7 +101,7 @@ def against_transformers(device: Device, *, data: str, model: str) -> AgainstTra
     }
     reference = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     expected = tokens = 0.0
-    for row in dataset.prompts:
+    for row in task.prompts.prompts:
         ids = torch.tensor([row.tokens_T])
         labels = torch.full_like(ids, -100)  # what transformers leaves out
         for first, end in row.spans:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3.backends.dispatch import exchange_without_copies
+from r3.extras import exchange_without_copies
 from r3.runtime.device import Device
 from tests.errors import message_of
 from tests.policies import build

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3.backends.cpu.gloo import share_gloo_thread
 from r3.config import ParallelConfig
+from r3.extras import share_gloo_thread
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from tests.world import ROOT, run_world
@@ -28,7 +28,7 @@ FORKED = """
 import os
 from datetime import timedelta
 import torch.distributed as dist
-from r3.backends.cpu.gloo import share_gloo_thread
+from r3.extras import share_gloo_thread
 from tests.ranks.test_gloo import gloo_threads
 
 share_gloo_thread()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3.backends.dispatch import first_set
+from r3 import extras
 from tests.ranks import memory_cases
 from tests.world import run_world
 
@@ -34,6 +34,6 @@ def test_a_closed_policy_is_freed_with_its_last_reference() -> None:
 
 
 def test_experts_of_tokens_do_not_keep_a_row_of_all_experts() -> None:
-    chosen_NK = first_set(torch.eye(64, dtype=torch.bool), 1)
+    chosen_NK = extras.dispatch().first_set(torch.eye(64, dtype=torch.bool), 1)
     assert chosen_NK.flatten().tolist() == [*range(64)]
     assert chosen_NK.untyped_storage().nbytes() == chosen_NK.nbytes

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from r3 import extras
 from r3.config import ConfigError, with_values
 from r3.rollout import read_task
 from r3.run import Opened, RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
-from r3.tools.beside.machine import require_engines_within_machines
-from r3.tools.health import findings, measure
-from tests.errors import message_of
+from r3.tools import findings, measure
+from tests.errors import NOTHING, message_of
 from tests.tiny import tiny_config
 from tests.world import run_world
 
@@ -87,10 +87,7 @@ def test_engine_on_two_machines_is_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     config = with_values(tiny_config(), {"parallel.engine_tp": size})
-    said = (
-        message_of(lambda: require_engines_within_machines(config), ConfigError) if refused else ""
-    )
+    said = message_of(lambda: extras.machine().require_engines_within_machines(config), ConfigError)
+    assert (said != NOTHING) == refused
     if refused:
         assert f"parallel.engine_tp = {size}: must divide the {local} rank(s)" in said, said
-    else:
-        require_engines_within_machines(config)

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
+from r3 import extras
 from r3.algo.packing import with_advantages
 from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
-from r3.backends.dispatch import Transfer
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
 from r3.judges import Batches
@@ -35,6 +35,7 @@ from tests.policies import in_backward, step_rewards, train_step
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched
 
+Transfer: Any = extras.dispatch().Transfer
 # What a step of a large run sets: everything that has a path of its own on CUDA.
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"dtype": "bfloat16", "fp32_head": True, "router_logits": "engine"},

@@ -13,8 +13,15 @@ import torch
 
 from r3.rewards.scorer import RewardError
 from r3.rollout import DroppedError, EnvironmentFailed, NoSignalError
-from r3.run import FailureReport, RunDir, SaveError, StopRequest, failure_text, resume_command
-from r3.run.checkpoint import UnsoundError
+from r3.run import (
+    FailureReport,
+    RunDir,
+    SaveError,
+    StopRequest,
+    UnsoundError,
+    failure_text,
+    resume_command,
+)
 
 
 @dataclass(frozen=True)

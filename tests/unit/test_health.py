@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from r3.tools.health import Facts, findings
+from r3.tools import Facts, findings
 
 WELL = Facts(
     host="n1",

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from r3.config import ConfigError
-from r3.run import hold
-from r3.run.prepare import require_free
+from r3.run import hold, require_free
 from r3.runtime.device import free_port
 from tests.world import ROOT
 

@@ -13,8 +13,7 @@ from r3.data import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, source, to_files
 from r3.routing import admit
-from r3.run import RunDir, RunState
-from r3.run.manifest import damage_of, measure_durably, write_manifest
+from r3.run import RunDir, RunState, damage_of, measure_durably, write_manifest
 from r3.runtime.mesh import Axis
 from r3.sync import send_samples
 from r3.tools import join_arrays, read_rollouts, rollout_facts, write_rollouts

@@ -16,7 +16,7 @@ from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.extras import dry_run, planner
 from r3.models.shape import ModelShape
 from r3.policy import memory
-from r3.run.checkpoint import PIECE
+from r3.run import PIECE
 from r3.tools.planning import memory_plan as plan
 from tests.settings import TINY
 

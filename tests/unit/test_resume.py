@@ -19,8 +19,16 @@ from r3 import assets
 from r3.config import ConfigError, from_yaml
 from r3.models import read_small_files
 from r3.rollout import read_task
-from r3.run import Opened, ResumeError, RunDir, RunState, newest_whole, open_run, step_folders
-from r3.run.prepare import digests_of
+from r3.run import (
+    Opened,
+    ResumeError,
+    RunDir,
+    RunState,
+    digests_of,
+    newest_whole,
+    open_run,
+    step_folders,
+)
 from r3.runtime.mesh import Axis
 from tests.errors import Patch
 from tests.run_folder import publish
