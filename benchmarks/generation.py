@@ -45,7 +45,7 @@ from r3.rollout import read_task
 from r3.runtime.device import Device, free_port, has_gpu, init_device, settle
 from r3.tools.proof import sample_single_turn
 from r3.types import Prompt
-from tests.engines import engine_from_disk, without_capture
+from tests.engines import engine_from_disk, routers_of
 from tests.tiny import tiny_config
 
 SAMPLES = 64
@@ -55,6 +55,31 @@ BARS = {  # name -> (numerator, denominator, target for the ratio of their speed
     "r3 / vllm plain": ("r3", "vllm plain", 0.95),
     "r3 / r3 off": ("r3", "r3 off", 1 / 1.03),
 }
+
+
+@contextmanager
+def without_capture(engine: Engine) -> Iterator[None]:
+    """Inside, an engine runs as one that was built to capture no routes."""
+    routes = engine._routes
+    assert routes is not None, "this engine captures no routes"
+    scheduler: Any = routes._scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    wrapped = [(pool, "get_new_blocks"), (scheduler, "_free_request")]
+    wrapped.append((scheduler, "_preempt_request"))
+    hooks = [vars(owner).pop(name) for owner, name in wrapped]
+    routers = routers_of(engine)
+    captures = [router.capture_fn for router in routers.values()]
+    for router in routers.values():
+        router.set_capture_fn(None)
+    engine.capture, engine._routes = False, None
+    try:
+        yield
+    finally:
+        engine.capture, engine._routes = True, routes
+        for router, capture in zip(routers.values(), captures, strict=True):
+            router.set_capture_fn(capture)
+        for (owner, name), hook in zip(wrapped, hooks, strict=True):
+            setattr(owner, name, hook)
 
 
 def main() -> None:

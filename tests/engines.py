@@ -1,8 +1,6 @@
 """A real vLLM engine and a real Megatron policy on every rank, and what the engine samples."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,31 +115,6 @@ def signature(rollouts: list[Rollout]) -> list[str]:
         f"{hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
         for r in rollouts
     ]
-
-
-@contextmanager
-def without_capture(engine: Engine) -> Iterator[None]:
-    """Inside, an engine runs as one that was built to capture no routes."""
-    routes = engine._routes
-    assert routes is not None, "this engine captures no routes"
-    scheduler: Any = routes._scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    wrapped = [(pool, "get_new_blocks"), (scheduler, "_free_request")]
-    wrapped.append((scheduler, "_preempt_request"))
-    hooks = [vars(owner).pop(name) for owner, name in wrapped]
-    routers = routers_of(engine)
-    captures = [router.capture_fn for router in routers.values()]
-    for router in routers.values():
-        router.set_capture_fn(None)
-    engine.capture, engine._routes = False, None
-    try:
-        yield
-    finally:
-        engine.capture, engine._routes = True, routes
-        for router, capture in zip(routers.values(), captures, strict=True):
-            router.set_capture_fn(capture)
-        for (owner, name), hook in zip(wrapped, hooks, strict=True):
-            setattr(owner, name, hook)
 
 
 def routers_of(engine: Engine) -> dict[int, Any]:

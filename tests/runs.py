@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -87,6 +88,11 @@ def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return output
+
+
+def words(flags: str) -> tuple[str, ...]:
+    """The words of a command line, as a shell separates them."""
+    return tuple(shlex.split(flags))
 
 
 def rows_of(log_dir: Path) -> list[dict[str, float]]:

@@ -15,7 +15,6 @@ __getattr__ = names_of(
     **{
         "beside.header": "frozen_lines",
         "mismatch.watch": "MismatchWatch growth",
-        "report.tokens": "read_arrays",
         "view.runs": "read_run",
     },
 )

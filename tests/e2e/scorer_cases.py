@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.config import RewardConfig
 from r3.data import Renderer
-from r3.judges import Batches, RewardModel, SelfJudge, parsed
-from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
+from r3.judges import RewardModel, SelfJudge, parsed
+from r3.rewards.scorer import RewardResult, Scorer, make_scorer
 from r3.rollout import RoundResult, rollout_metrics
 from r3.runtime.device import Device
 from r3.tools import sample_single_turn
 from r3.types import Prompt, Rollout
-from r3.user_code import CallError, Pool, Threads
+from r3.user_code import CallError
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
 
@@ -194,75 +192,4 @@ def kinds(
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)
     run("drop", picky)
     run("kept", picky, keep_failed=True)
-    return found
-
-
-SLEEP_S = 0.05  # of the slow judge, in benchmarks/judges.py
-
-
-def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, Any]]:
-    """What benchmarks/judges.py measures: the same round under each judge, in turns."""
-    engine = talker(device)
-    prompts = engine.task.prompts.prompts
-
-    def at_once(batch: int) -> RewardConfig:
-        return RewardConfig(
-            function=("model",),
-            model_path=reward_model,
-            model_dtype="float32",
-            model_batch=batch,
-            model_wait_s=0.05 if batch > 1 else 0.0,
-        )
-
-    batched, single = RewardModel(at_once(16)), RewardModel(at_once(1))
-
-    async def sleep(response: str, prompt: Prompt) -> float:
-        await asyncio.sleep(SLEEP_S)
-        return 1.0
-
-    def wait(rollout: Rollout, prompt: Prompt) -> float:
-        time.sleep(SLEEP_S)
-        return 1.0
-
-    def sleeping() -> Scorer:
-        pool = Pool(Threads(), timeout_s=60.0)
-        return Scorer([Component(name="sleep", function=sleep, pool=pool)])
-
-    arms: dict[str, Callable[[], Scorer]] = {
-        "quick": lambda: make_scorer(RewardConfig(function=("exact",))),
-        "beside": sleeping,
-        "in the loop": lambda: Scorer.of_function(wait),
-        "model": lambda: make_scorer(batched.settings, model=batched),
-        "model of one": lambda: make_scorer(single.settings, model=single),
-    }
-    found: list[dict[str, Any]] = []
-    for number in range(rounds + 1):
-        figures: dict[str, Any] = {}
-        for name, arm in arms.items():
-            scorer = arm()
-            collected, watched, seconds = round_of(engine, scorer, prompts=16)
-            last = max(watched.ended.values())
-            figures[name] = {
-                "seconds": seconds,
-                "writing_s": last - watched.began,
-                "judged_before_last": watched.overlap(),
-                "answers": len(collected.rollouts),
-                "judge_mean_s": sum(
-                    watched.judged[key] - when for key, when in watched.ended.items()
-                )
-                / len(watched.ended),
-            }
-            if name.startswith("model"):
-                place = scorer.components[0].pool.place
-                assert isinstance(place, Batches)
-                alone = [
-                    single.score(each.response, prompts[each.group]) for each in collected.rollouts
-                ]
-                figures[name]["batches"] = len(place.trace)
-                figures[name]["worst_difference"] = max(
-                    abs(one - other)
-                    for one, other in zip(rewards_of(collected), alone, strict=True)
-                )
-        if number:  # the first warms everything up
-            found.append(figures)
     return found

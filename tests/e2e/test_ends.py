@@ -13,7 +13,7 @@ from r3 import assets
 from r3.config import from_yaml
 from r3.run import Goal, step_folders
 from r3.tools import read_run
-from tests.runs import finish, rows_of, run, start, timeless
+from tests.runs import finish, rows_of, run, start, timeless, words
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -21,8 +21,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
 METRIC = "eval/heldout/accuracy"
 SMALL = (
-    *("--rollout.prompts_per_step", "8", "--rollout.group_size", "4", "--eval.max_prompts", "32"),
-    *("--parallel.ep", "1", "--log.tensorboard", "false"),
+    *words(
+        "--rollout.prompts_per_step 8 --rollout.group_size 4 --eval.max_prompts 32 "
+        "--parallel.ep 1 --log.tensorboard false"
+    ),
     *("--data.path", str(assets.WORD_PROBLEMS_TRAIN)),
 )
 BEST = ("--eval.every", "1", "--checkpoint.keep_best", METRIC, "--checkpoint.keep", "1")
@@ -130,12 +132,7 @@ def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> No
     flags = (
         *SMALL,
         *BEST,
-        "--train.lr",
-        "1e-20",
-        "--train.steps",
-        "50",
-        "--checkpoint.export",
-        "true",
+        *words("--train.lr 1e-20 --train.steps 50 --checkpoint.export true"),
     )
     patient = ("--train.patience", "2")
     end = "stopped after step 2: eval/heldout/accuracy was best after step 0"

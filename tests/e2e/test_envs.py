@@ -11,7 +11,7 @@ import pytest
 from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
 from tests.e2e.talk_cases import Talk, Talks
-from tests.runs import rows_of, run
+from tests.runs import rows_of, run, words
 from tests.tiny import base_model
 from tests.world import run_world
 
@@ -235,8 +235,10 @@ def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
     run(
         tmp_path / "game",
         *flags,
-        *("--env.name", "guess_number", "--env.max_turn_tokens", "12", "--env.workers", "1"),
-        *("--algo.dynamic_sampling", "2"),
+        *words(
+            "--env.name guess_number --env.max_turn_tokens 12 --env.workers 1 "
+            "--algo.dynamic_sampling 2"
+        ),
     )
     start, row = rows_of(tmp_path / "game")
     assert "eval/heldout/accuracy" in start

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import torchrun
+from tests.runs import torchrun, words
 from tests.tiny import FEW_ROWS
 
 pytestmark = pytest.mark.e2e
@@ -38,12 +38,7 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     shared = (
         "--log.dir",
         str(folder / "run"),
-        "--train.steps",
-        "2",
-        "--eval.path",
-        "",
-        "--checkpoint.export",
-        "false",
+        *words("--train.steps 2 --eval.path '' --checkpoint.export false"),
     )
     # The proof of the sync generates too: four answers, before the step's.
     done = torchrun(2, str(driver), "tiny-smoke", "--data.path", FEW_ROWS, *shared, *flags)

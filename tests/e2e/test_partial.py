@@ -11,7 +11,7 @@ from r3 import assets
 from r3.tools import read_rollouts
 from tests.e2e import partial_cases
 from tests.e2e.partial_cases import Budgets, Copy, Kind
-from tests.runs import rows_of, run, timeless, without_last_checkpoint
+from tests.runs import rows_of, run, timeless, without_last_checkpoint, words
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -137,14 +137,7 @@ def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_pa
 @pytest.mark.large
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
     """A distillation, so that the teacher is resumed too; its rewards are only reported."""
-    flags = (
-        "--train.steps",
-        "4",
-        "--rollout.prompts_per_step",
-        "8",
-        "--rollout.step_token_budget",
-        "16",
-    )
+    flags = words("--train.steps 4 --rollout.prompts_per_step 8 --rollout.step_token_budget 16")
     flags += ("--rollout.max_staleness", "2", "--algo.correction", "token_tis", "--eval.path", "")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")
     flags += ("--log.rollouts_every", "1", "--train.objective", "distill")

@@ -10,7 +10,7 @@ import pytest
 
 from r3 import assets
 from tests.e2e import precision_cases as cases
-from tests.runs import rows_of, run, timeless
+from tests.runs import rows_of, run, timeless, words
 from tests.world import run_rows
 
 pytestmark = pytest.mark.e2e
@@ -44,24 +44,11 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
 @pytest.mark.large
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
     """bfloat16 policy and engine, so that any other order of a sum shows."""
-    flags = (
-        "--debug.deterministic",
-        "true",
-        "--model.dtype",
-        "bfloat16",
-        "--engine.dtype",
-        "bfloat16",
-    )
+    flags = words("--debug.deterministic true --model.dtype bfloat16 --engine.dtype bfloat16")
     flags += ("--model.fp32_head", "true", "--train.steps", "2", "--log.rollouts_every", "1")
-    flags += (
-        "--train.micro_batch_tokens",
-        "2048",
-        "--train.logprob_chunk_tokens",
-        "256",
-        "--eval.path",
-        "",
-        "--rollout.prompts_per_step",
-        "8",
+    flags += words(
+        "--train.micro_batch_tokens 2048 --train.logprob_chunk_tokens 256 "
+        "--eval.path '' --rollout.prompts_per_step 8"
     )
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
 from r3.tools import read_rollouts
-from tests.runs import kill, rows_of, run, start, timeless
+from tests.runs import kill, rows_of, run, start, timeless, words
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -219,20 +219,10 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
         folder,
         *FLAGS,
         *("--eval.only", "--eval.path", held_out, held_out, held_out),
-        *("--eval.name", "heldout", "sampled", "game", "--eval.env", "", "", "guess_number"),
-        *("--eval.samples", "1", "4", "1", "--eval.temperature", "0", "1", "0"),
-        *(
-            "--eval.max_prompts",
-            "0",
-            "32",
-            "4",
-            "--eval.pass_at",
-            "1",
-            "2",
-            "--eval.max_tokens",
-            "0",
-            "8",
-            "40",
+        *words(
+            "--eval.name heldout sampled game --eval.env '' '' guess_number "
+            "--eval.samples 1 4 1 --eval.temperature 0 1 0 --eval.max_prompts 0 32 4 "
+            "--eval.pass_at 1 2 --eval.max_tokens 0 8 40"
         ),
     )
     assert (
@@ -320,27 +310,12 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
     run(
         tmp_path / "r2",
-        *(
-            "--train.steps",
-            "2",
-            "--train.updates_per_step",
-            "2",
-            "--replay.mode",
-            "r2",
-            "--algo.kl_coef",
-            "0.01",
+        *words(
+            "--train.steps 2 --train.updates_per_step 2 --replay.mode r2 "
+            "--algo.kl_coef 0.01 --algo.correction token_tis --model.recompute full "
+            "--eval.path '' --parallel.ep 1 --algo.aggregation sequence "
+            "--rollout.prompts_per_step 8"
         ),
-        *(
-            "--algo.correction",
-            "token_tis",
-            "--model.recompute",
-            "full",
-            "--eval.path",
-            "",
-            "--parallel.ep",
-            "1",
-        ),
-        *("--algo.aggregation", "sequence", "--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "r2")
     # The policy leaves the model it started from
@@ -354,43 +329,14 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
 def test_sequence_losses_work_under_context_parallelism(tmp_path: Path) -> None:
     run(
         tmp_path / "run",
-        *(
-            "--train.steps",
-            "2",
-            "--train.updates_per_step",
-            "2",
-            "--eval.path",
-            "",
-            "--parallel.ep",
-            "1",
+        *words(
+            "--train.steps 2 --train.updates_per_step 2 --eval.path '' --parallel.ep 1 "
+            "--parallel.cp 2 --algo.loss gspo --algo.aggregation sequence "
+            "--algo.clip_low 3e-4 --algo.clip_high 4e-4 --algo.correction sequence_mis "
+            "--algo.advantage reinforce_pp_baseline --algo.kl_coef 0.01 --algo.kl_in reward "
+            "--algo.kl_estimator k1 --algo.overlong_buffer 20 --algo.overlong_filter True "
+            "--replay.reference True --log.rollouts_every 1 --rollout.prompts_per_step 8"
         ),
-        *("--parallel.cp", "2", "--algo.loss", "gspo", "--algo.aggregation", "sequence"),
-        *(
-            "--algo.clip_low",
-            "3e-4",
-            "--algo.clip_high",
-            "4e-4",
-            "--algo.correction",
-            "sequence_mis",
-        ),
-        *(
-            "--algo.advantage",
-            "reinforce_pp_baseline",
-            "--algo.kl_coef",
-            "0.01",
-            "--algo.kl_in",
-            "reward",
-        ),
-        *(
-            "--algo.kl_estimator",
-            "k1",
-            "--algo.overlong_buffer",
-            "20",
-            "--algo.overlong_filter",
-            "True",
-        ),
-        *("--replay.reference", "True", "--log.rollouts_every", "1"),
-        *("--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "run")
     # Before any update policy and reference are one; both pass over the same tokens with the same

@@ -16,7 +16,7 @@ from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.e2e import workflow_cases
 from tests.e2e.workflow_cases import Episodes
-from tests.runs import rows_of, run
+from tests.runs import rows_of, run, words
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -164,24 +164,11 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         tmp_path / "run",
         *("--model.path", str(model), "--env.path", f"{file}:Agent"),
         *("--env.args", f"rewards={rewards}", "--train.steps", "1"),
-        *(
-            "--eval.max_prompts",
-            "4",
-            "--rollout.prompts_per_step",
-            "4",
-            "--train.updates_per_step",
-            "2",
-        ),
-        *("--algo.dynamic_sampling", "2", "--algo.kl_coef", "0.01", "--algo.kl_in", "reward"),
-        *(
-            "--algo.advantage",
-            "rloo",
-            "--algo.kl_estimator",
-            "k1",
-            "--checkpoint.export",
-            "false",
-            "--log.rollouts_every",
-            "1",
+        *words(
+            "--eval.max_prompts 4 --rollout.prompts_per_step 4 --train.updates_per_step 2 "
+            "--algo.dynamic_sampling 2 --algo.kl_coef 0.01 --algo.kl_in reward "
+            "--algo.advantage rloo --algo.kl_estimator k1 --checkpoint.export false "
+            "--log.rollouts_every 1"
         ),
         *(judge if rewards == "episode" else ()),
     )

@@ -35,6 +35,7 @@ from tests.policies import (
     experts_as_on_cuda,
     one_update,
     policy_of,
+    same_state,
     save_checkpoint,
 )
 from tests.tiny import tiny_config
@@ -375,12 +376,12 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, policy.shape)
     load_checkpoint(saved, resumed, device, mesh)
-    rewritten = _same(policy, resumed)
+    rewritten = same_state(policy, resumed)
     for each in (policy, resumed):
         each.offload()
         each.onload()
         one_update(each, batch, total_updates=TOTAL)
-    same = _same(policy, resumed)
+    same = same_state(policy, resumed)
     from_other = 0.0
     if other:
         load_checkpoint(other / "step_000001", resumed, device, mesh)
@@ -402,15 +403,3 @@ def tensors_in(saved: Path) -> list[str]:
     """Names of the tensors in a checkpoint."""
     found = FileSystemReader(saved).read_metadata().state_dict_metadata
     return [name for name, each in found.items() if isinstance(each, TensorStorageMetadata)]
-
-
-def _same(one: Policy, other: Policy) -> bool:
-    with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
-        pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
-        states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-    weights = zip(*(_own_weights(policy) for policy in (one, other)), strict=True)
-    return states and all(torch.equal(x, y) for x, y in weights)
-
-
-def _own_weights(policy: Policy) -> list[torch.Tensor]:
-    return [policy.values(buffer) for buffer in policy.shared_buffers()]
