@@ -292,7 +292,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     table = routes._table
 
     def other_layers() -> None:
-        type(table)(engine.llm, table.layers[1:])
+        type(routes)(engine.llm, table.layers[1:])
 
     def other_blocks() -> None:
         table.read([1], 0, table.block_size + 1)
@@ -303,7 +303,7 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     }
     runner = table._runner
     del runner.r3_routes
-    messages["no table"] = message_of(lambda: type(table)(engine.llm, table.layers), AssertionError)
+    messages["no table"] = message_of(lambda: type(routes)(engine.llm, table.layers), AssertionError)
     runner.r3_routes = table
     batch, table._batch = table._batch, None
     messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)
