@@ -389,26 +389,12 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
     return broken
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """A checkpoint written while the policy was updated, and one written at once before.
+def beside(device: Device, *, out: str) -> str:
+    """Write the same state at once, and on a thread while the policy trains on.
 
-    Attributes:
-        differing: files of both that are not equal byte by byte.
-        updates: of the policy when the one beside it was complete.
-        full: what a full disk raised, and the files that it left.
-        twice: what a second start before the end of the first raised.
+    Returns:
+        What a full disk of the second rank raised.
     """
-
-    compared: list[str]
-    differing: list[str]
-    updates: int
-    full: tuple[str, list[str]]
-    twice: str
-
-
-def beside(device: Device, *, out: str) -> Beside:
-    """Write the same state at once, and on a thread while the policy trains on."""
     mesh, policy = trained(device)
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1)
@@ -431,32 +417,29 @@ def beside(device: Device, *, out: str) -> Beside:
         full = message_of(other.finish, SaveError)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
+    assert "one piece of work at a time" in twice, twice
+    assert policy.update_number == 3
+    assert not any((Path(out) / "full").iterdir()), "files of the save that failed"
     # `.metadata`, r3.json and the manifest hold a time or a random number.
     kinds = ("__", "common", "random")
     names = [path.name for path in whole.iterdir() if path.name.startswith(kinds)]
-    return Beside(
-        compared=sorted(names),
-        differing=[n for n in names if (whole / n).read_bytes() != (written / n).read_bytes()],
-        updates=policy.update_number,
-        full=(full, sorted(path.name for path in (Path(out) / "full").iterdir())),
-        twice=twice,
-    )
+    expected = ["__0_0.distcp", "__1_0.distcp", "common.pt"]
+    assert sorted(names) == [*expected, "random_00000.json", "random_00001.json"]
+    for name in names:
+        assert (whole / name).read_bytes() == (written / name).read_bytes(), name
+    return full
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gathered:
-    """Tensors that were compared, and those that are equal."""
+def gathered(device: Device, *, parallel: dict[str, int], piece: int) -> int:
+    """Require that R3 gathers the optimizer's state as Megatron does, after an update.
 
-    compared: int
-    equal: int
-
-
-def gathered(device: Device, *, parallel: dict[str, int], piece: int) -> Gathered:
-    """The optimizer's state as R3 gathers it and as Megatron does, after an update."""
+    Returns:
+        Tensors that were compared on this rank.
+    """
     mesh, policy = build(device, tiny_config(parallel=parallel, model={"dtype": "bfloat16"}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     one_update(policy, batch, total_updates=4)
-    compared = equal = 0
+    compared = 0
     for optimizer in chained(policy.optimizer):
         with cuda_type_names():
             theirs = type(optimizer).get_parameter_state_dp_zero(
@@ -471,5 +454,5 @@ def gathered(device: Device, *, parallel: dict[str, int], piece: int) -> Gathere
                 assert ours[number][dtype].keys() == tensors.keys()
                 pairs = [(ours[number][dtype][key], tensors[key]) for key in KEYS]
                 compared += len(pairs)
-                equal += sum(torch.equal(own, other) for own, other in pairs)
-    return Gathered(compared=compared, equal=equal)
+                assert all(torch.equal(own, other) for own, other in pairs), (number, dtype)
+    return compared

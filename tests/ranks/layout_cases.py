@@ -33,26 +33,10 @@ from tests.policies import (
     one_update,
     padded_backward,
     require_planned,
+    same_state,
     save_checkpoint,
 )
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """A pass whose stages know the shapes, and one in which they send them to each other.
-
-    Attributes:
-        same: loss and gradients are equal, bit for bit.
-        messages, messages_before: sends and receives of this stage without and with the exchange.
-        exchanges: times that this stage exchanged shapes. The device waits in each, and once more
-            to read a shape that arrived.
-    """
-
-    same: bool
-    messages: int
-    messages_before: int
-    exchanges: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,47 +57,12 @@ class Figures(UpdateFigures):
         by_layer: metric of a layer or a range of positions -> [slots that agree, slots].
         bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
         largest_read: bytes of the largest read / bytes of the largest tensor.
-        exchange: against Megatron's exchange of shapes. None where nobody asked for it.
     """
 
     agreement_slots: float
     by_layer: dict[str, list[float]]
     bytes_read: float
     largest_read: float
-    exchange: Exchange | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedAdam:
-    """How far one update moved the weights, how far the two AdamW differ, and whether a resumed
-    run is the same bit for bit.
-    """
-
-    moved: float
-    difference: float
-    resumed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frozen:
-    """Updates with frozen parameters, beside one update of a policy that trains everything.
-
-    Attributes:
-        frozen: number of frozen tensors on this rank.
-        free_moved: the other policy changed each of them.
-        kept: their bits are the same after three updates.
-        others: trained tensors that differ from the other policy's after the first update.
-        moved: number of tensors that the three updates changed.
-        trained: number of tensors that are not frozen.
-    """
-
-    frozen: int
-    free_moved: bool
-    kept: bool
-    others: list[str]
-    moved: int
-    trained: int
-    router_grad_norm: float
 
 
 def logits(device: Device, *, model: str, ep: int = 1) -> float:
@@ -161,7 +110,8 @@ def gradients(
     Ranges of positions are so short here that every sequence is in all.
 
     The gradients are written to `rank_N.pt` in `out`, the updated weights to `updated_N.pt`.
-    `exchange`: pipeline stages make two passes more, with and without Megatron's exchange.
+    `exchange`: pipeline stages make two passes more, with and without Megatron's exchange of
+    shapes, which must be equal.
     """
     config = tiny_config(
         model,
@@ -193,7 +143,8 @@ def gradients(
         for name, tensor in by_expert(slot, value)
     }
     torch.save(single, Path(out) / f"rank_{device.rank}.pt")
-    exchanged = _exchange(policy, batch) if exchange else None
+    if exchange:
+        _require_known_shapes(policy, batch)
     update, metrics = one_update(policy, batch, total_updates=10)
     updated = {
         name: (slot.kind, slot.index, tensor)
@@ -214,7 +165,6 @@ def gradients(
         },
         bytes_read=bytes_read,
         largest_read=largest_read,
-        exchange=exchanged,
     )
 
 
@@ -241,7 +191,7 @@ class SentShapes(KnownShapes):
         return arrived
 
 
-def _exchange(policy: Policy, batch: Batch) -> Exchange:
+def _require_known_shapes(policy: Policy, batch: Batch) -> None:
     """Make the same pass without and with the exchange of shapes. All ranks must call."""
     results, messages = [], []
     SentShapes.exchanges = 0
@@ -258,26 +208,14 @@ def _exchange(policy: Policy, batch: Batch) -> Exchange:
         results.append((metrics.get("loss/total"), gradients))
     scoring.KnownShapes = KnownShapes
     (loss, gradients), (other_loss, others) = results
-    same = all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
-    return Exchange(
-        same=loss == other_loss and same,
-        messages=messages[0],
-        messages_before=messages[1],
-        exchanges=SentShapes.exchanges,
-    )
+    assert loss == other_loss and all(map(torch.equal, gradients, others)), "bit for bit"
+    assert messages[1] == 2 * messages[0] > 0 and SentShapes.exchanges > 0, messages
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrongShapes:
-    """The errors of two stages that do not agree on shapes, by mistake."""
-
-    lengths: str
-    sent: str
-    received: str
-
-
-def wrong_shapes(device: Device) -> WrongShapes:
-    """Two stages with other lengths; a tensor of another length than announced; one too many."""
+def wrong_shapes(device: Device) -> list[str]:
+    """Errors of two stages with other lengths, of a tensor of another length than announced, and
+    of one too many.
+    """
     config = tiny_config(parallel={"pp": 2})
     mesh = build_mesh(device, config.parallel)
     megatron = transformer_config(config, ModelShape.read(config.model.path))
@@ -296,7 +234,7 @@ def wrong_shapes(device: Device) -> WrongShapes:
     for _ in range(2):
         stages._communicate_shapes(None, None, *receives)
     received = message_of(lambda: stages._communicate_shapes(None, None, *receives), AssertionError)
-    return WrongShapes(lengths=differ, sent=sent, received=received)
+    return [differ, sent, received]
 
 
 def second_update(
@@ -318,7 +256,7 @@ def second_update(
     )
 
 
-def fused_adam(device: Device, *, out: str) -> FusedAdam:
+def fused_adam(device: Device, *, out: str) -> None:
     """Compare the first update of torch's default AdamW and of the fused one, then resume.
 
     Only the first update is compared: where a gradient is almost zero, Adam turns its rounding
@@ -350,16 +288,16 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
         one_update(fused, batch, total_updates=4)
         one_update(resumed, batch, total_updates=4)
     straight, again = mains(fused), mains(resumed)
-    return FusedAdam(
-        moved=max(float((expected[key] - began[key]).abs().max()) for key in began),
-        difference=max(float((expected[key] - found[key]).abs().max()) for key in began),
-        resumed=all(torch.equal(straight[key], again[key]) for key in began),
-    )
+    assert all(torch.equal(straight[key], again[key]) for key in began), "resumed bit for bit"
+    # One step of lr 1e-3 in float32: both round the last bits of numbers up to 1.
+    moved = max(float((expected[key] - began[key]).abs().max()) for key in began)
+    off = max(float((expected[key] - found[key]).abs().max()) for key in began)
+    assert off <= 1e-6 < 5e-4 < moved, (off, moved)
 
 
 def frozen(
     device: Device, *, dtype: str, parallel: dict[str, int], freeze: tuple[str, ...]
-) -> Frozen:
+) -> None:
     """Update with and without frozen parameters."""
     train = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0}
     config = tiny_config(parallel=parallel, model={"dtype": dtype}, train=train)
@@ -385,40 +323,19 @@ def frozen(
     for _ in range(2):
         one_update(policy, batch, total_updates=4)
     ended = weights(policy)
-    return Frozen(
-        frozen=len(names),
-        free_moved=all(differs(expected, began, name) for name in names),
-        kept=not any(differs(ended, began, name) for name in names),
-        others=[name for name in found.keys() - set(names) if differs(found, expected, name)],
-        moved=sum(differs(ended, began, name) for name in ended),
-        trained=len(ended) - len(names),
-        router_grad_norm=update.router_grad_norm,
-    )
+    trained = ended.keys() - set(names)
+    assert min(len(names), len(trained)) > 2
+    for name in names:
+        assert differs(expected, began, name), f"{name}: the other policy leaves it, too"
+        assert not differs(ended, began, name), f"{name} is frozen"
+    for name in trained:
+        # Gradients do not depend on what is frozen: the first update is the same to the bit.
+        assert not differs(found, expected, name), name
+        assert differs(ended, began, name), name
+    assert update.router_grad_norm == 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """Whether streamed optimizers make the updates of one that is kept, bit for bit.
-
-    Attributes:
-        equal: after each of three updates.
-        on_device_between_updates: bytes of the streamed state on the device.
-        kept: bytes of the other state that stayed there while the engine had its turn.
-        after_checkpoint, after_resume: the fourth update, saved and resumed.
-        after_change: the fifth update, after moments were changed.
-    """
-
-    equal: list[bool]
-    on_device_between_updates: int
-    kept: int
-    after_checkpoint: bool
-    after_resume: bool
-    after_change: bool
-
-
-def streamed_optimizer(
-    device: Device, *, out: str, dtype: str, parallel: dict[str, int]
-) -> Streamed:
+def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[str, int]) -> None:
     """Update with the optimizer's state kept on the device, and streamed in many parts.
 
     After three updates one more with a resumed optimizer, and one after a change on the host.
@@ -432,31 +349,21 @@ def streamed_optimizer(
         settings = replace(config, train=replace(config.train, optimizer="streamed"))
         return Policy(settings, device, mesh, resident.shape)
 
-    def same(one: Policy, other: Policy) -> bool:
-        with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
-            pairs = zip(
-                one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True
-            )
-            states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-        buffers = zip(one.parameter_buffers(), other.parameter_buffers(), strict=True)
-        return states and all(torch.equal(x, y) for x, y in buffers)
+    def nbytes(policy: Policy) -> int:
+        tensors = policy.memory.optimizer_tensors()
+        return sum(tensor.untyped_storage().nbytes() for _, tensor in tensors)
 
     streamed = streaming()
-    equal = []
     for number in range(3):
         for policy in (resident, streamed):
             if number:
                 policy.onload()
             one_update(policy, batch, total_updates=8)
-        equal.append(same(resident, streamed))
-        left = sum(
-            tensor.untyped_storage().nbytes() for _, tensor in streamed.memory.optimizer_tensors()
-        )
+        assert same_state(resident, streamed), f"update {number}"
+        assert nbytes(streamed) == 0, "on the device between updates"
         resident.offload()
         streamed.offload()
-    kept = sum(
-        tensor.untyped_storage().nbytes() for _, tensor in resident.memory.optimizer_tensors()
-    )
+    assert nbytes(resident) > 0, "that one stays there while the engine has its turn"
     resident.onload()
     streamed.onload()
     saved = save_checkpoint(Path(out), streamed, device, mesh, step=3, keep=0)
@@ -464,7 +371,7 @@ def streamed_optimizer(
     load_checkpoint(saved, resumed, device, mesh)
     for policy in (resident, streamed, resumed):
         one_update(policy, batch, total_updates=8)
-    after_checkpoint, after_resume = same(resident, streamed), same(resident, resumed)
+    assert same_state(resident, streamed) and same_state(resident, resumed), "after the checkpoint"
     with streamed.memory.optimizer_on_device():
         moment = next(
             tensor for key, tensor in streamed.memory.optimizer_tensors() if key.endswith("exp_avg")
@@ -472,11 +379,4 @@ def streamed_optimizer(
         moment.view(-1)[:8].add_(1.0)
     for policy in (resident, streamed):
         one_update(policy, batch, total_updates=8)
-    return Streamed(
-        equal=equal,
-        on_device_between_updates=left,
-        kept=kept,
-        after_checkpoint=after_checkpoint,
-        after_resume=after_resume,
-        after_change=same(resident, streamed),
-    )
+    assert not same_state(resident, streamed), "changed moments must change the next update"

@@ -99,23 +99,7 @@ def taught(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bypassed:
-    """One step of two updates with algo.correction bypass and a teacher, beside one by hand.
-
-    Attributes:
-        way: norm of what the step changes in the weights.
-        error: norm of the difference to the step by hand.
-        kl, kl_by_hand: mean of log mu - log pi_teacher over the loss tokens of both updates.
-    """
-
-    way: float
-    error: float
-    kl: float
-    kl_by_hand: float
-
-
-def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
+def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
     """Make a step with `train_step`, and the same one with advantages made here."""
     config = tiny_config(
         model,
@@ -162,12 +146,12 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
         )
     by_hand = [slot.tensor for slot in other.slots]
     kl = type(reports["loss/kl_teacher"][0]).reduce(reports["loss/kl_teacher"])
-    return Bypassed(
-        way=_distance(start, after),
-        error=_distance(by_hand, after),
-        kl=kl,
-        kl_by_hand=total / number,
-    )
+    # float32 forwards of two programs of the same step: 1e-5 of the way of the weights. The
+    # advantage of the second update against the policy of that update is off by a tenth.
+    way = _distance(start, after)
+    assert way > 1e-3 and _distance(by_hand, after) < 1e-4 * way
+    # Mean of log mu - log pi_teacher over the loss tokens of both updates.
+    assert math.isclose(kl, total / number, rel_tol=1e-5)
 
 
 def _near_the_engine(policy: Policy, batch: Batch) -> Batch:

