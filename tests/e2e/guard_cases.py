@@ -303,7 +303,9 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     }
     runner = table._runner
     del runner.r3_routes
-    messages["no table"] = message_of(lambda: type(routes)(engine.llm, table.layers), AssertionError)
+    messages["no table"] = message_of(
+        lambda: type(routes)(engine.llm, table.layers), AssertionError
+    )
     runner.r3_routes = table
     batch, table._batch = table._batch, None
     messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)
