@@ -124,6 +124,15 @@ def save_checkpoint(
     )
 
 
+def same_state(one: Policy, other: Policy) -> bool:
+    """Whether two policies have the same weights and optimizer, bit for bit."""
+    with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
+        pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
+        states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    weights = ([policy.values(each) for each in policy.shared_buffers()] for policy in (one, other))
+    return states and all(map(torch.equal, *weights))
+
+
 def require_planned(policy: Policy) -> None:
     """Assert that this rank has the shards that are planned from sizes alone."""
     parallel, device = policy.config.parallel, policy.device
