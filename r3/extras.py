@@ -26,7 +26,8 @@ one when it is needed, and says when that is.
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math, gym |
-| `backends` | `model.experts` fused; exchanges between data-parallel ranks |
+| `backends` | `model.experts` fused; exchanges between ranks; `parallel.cp`, `parallel.pp` |
+| `backends` | models with windows, sinks or gated delta layers |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
 | `launch` | `from r3 import train`; the commands of `launch/` |
@@ -67,6 +68,27 @@ def exchange_without_copies(wrapped: list[Any]) -> None:
     from r3.backends.dispatch import exchange_without_copies
 
     exchange_without_copies(wrapped)
+
+
+def stages() -> ModuleType:
+    """Exchanges between pipeline stages: r3.backends.stages."""
+    from r3.backends import stages
+
+    return stages
+
+
+def attention() -> ModuleType:
+    """Attention of `parallel.cp` above 1, of windows and of sinks: r3.backends.attention."""
+    from r3.backends import attention
+
+    return attention
+
+
+def gated_delta() -> type[Any]:
+    """The class of the gated delta layers of Qwen3-Next and later models."""
+    from r3.backends.delta import GatedDelta
+
+    return GatedDelta
 
 
 def device_problems(config: Config, shape: Any, *, is_cuda: bool) -> list[Any]:

@@ -121,7 +121,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "optimizer": _MODELS["optimizer"],
     },
     "r3/policy/build.py": {"optimizer": _MODELS["optimizer"]},
-    "r3/layers/attention.py": {"pg_collection": _MODELS["pg_collection"]},
+    "r3/backends/attention.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/layers/grouped_experts.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/runtime/mesh.py": {"groups": _MODELS["groups"]},
     "r3/routing/replay.py": {
@@ -157,7 +157,7 @@ OPTIONAL = {
     "megatron.core.tensor_parallel.random.activation_recompute_forward",
     "megatron.core.tensor_parallel.random.fp8_autocast",
 }
-# What `r3.policy.scoring.KnownShapes` takes for granted, besides signatures: how Megatron's
+# What `r3.backends.stages.KnownShapes` takes for granted, besides signatures: how Megatron's
 # stages exchange tensors. `#body` is a digest of a function, `#exchanges` its calls of the
 # communicator in the order of the text.
 _PIPELINE = "megatron.core.pipeline_parallel"

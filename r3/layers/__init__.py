@@ -1,6 +1,5 @@
 """Parts of the policy's decoder layers, the same on CPU and CUDA."""
 
-from r3.layers.attention import Attention, CausalAttention, Flash, Plain, packed_params
-from r3.layers.delta import CHUNK, causal_convolution, gated_delta, unit
+from r3.layers.attention import CausalAttention, packed_params
 from r3.layers.layout import LocalTokens, local_rows, local_tokens, zigzag_rows
 from r3.layers.norms import RMSNorm, Rotation, inverse_frequencies

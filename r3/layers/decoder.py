@@ -15,8 +15,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from r3.layers.attention import CausalAttention, ContextParallelAttention
-from r3.layers.delta import GatedDelta
+from r3 import extras
+from r3.layers.attention import CausalAttention
 from r3.layers.norms import CentredNorm, KeyHeadsNorm, LatentNorm, QueryHeadsNorm, RMSNorm
 from r3.models.shape import ModelShape
 
@@ -107,7 +107,9 @@ def decoder_spec(
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
         attention.core_attention = (
-            ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
+            extras.attention().ContextParallelAttention
+            if config.context_parallel_size > 1
+            else CausalAttention
         )
         if shape.latent:
             # Replicated. Sharded by columns, as upstream, the gradient of k's rotary part is not
@@ -125,6 +127,6 @@ def decoder_spec(
         if number in shape.delta_layers:
             # A copy: layers of one kind share their spec.
             layer = block.layer_specs[place] = copy(block.layer_specs[place])
-            mixer = ModuleSpec(module=GatedDelta, params={"sizes": shape.delta})
+            mixer = ModuleSpec(module=extras.gated_delta(), params={"sizes": shape.delta})
             layer.submodules = replace(layer.submodules, self_attention=mixer)
     return block

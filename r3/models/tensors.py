@@ -65,7 +65,7 @@ def conversion_rules(shape: ModelSizes) -> Rules:
     }
     attention = _latent_attention(shape, shape.latent) if shape.latent else _attention(shape)
     delta = {
-        # `r3.layers.delta` names its parameters so.
+        # `r3.backends.delta` names its parameters so.
         f"self_attention.{name.replace('.', '_')}": _whole(f"linear_attn.{name}", *size)
         for name, size in (shape.delta.tensor_shapes(hidden) if shape.delta else {}).items()
     }

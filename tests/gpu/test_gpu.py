@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.backends import expert_kernels
-from r3.layers import Attention, Flash, Plain
+from r3.backends import Attention, Flash, Plain, expert_kernels
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint

@@ -11,13 +11,14 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from r3 import extras
+from r3.backends import KnownShapes
 from r3.layers import packed_params
 from r3.metrics import DEPTHS
 from r3.models import CheckpointReader, frozen_tensors
 from r3.models.shape import ModelShape
-from r3.policy import Policy, chained, memory, scoring
+from r3.policy import Policy, chained, memory
 from r3.policy.build import transformer_config
-from r3.policy.scoring import KnownShapes
 from r3.policy.weight_slots import load
 from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
@@ -196,7 +197,7 @@ def _require_known_shapes(policy: Policy, batch: Batch) -> None:
     results, messages = [], []
     SentShapes.exchanges = 0
     for communicator in (KnownShapes, SentShapes):
-        scoring.KnownShapes = communicator
+        extras.stages().KnownShapes = communicator
         with Messages() as counter:
             metrics = policy.forward_backward(batch)
         messages.append(counter.count)
@@ -206,7 +207,7 @@ def _require_known_shapes(policy: Policy, batch: Batch) -> None:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         results.append((metrics.get("loss/total"), gradients))
-    scoring.KnownShapes = KnownShapes
+    extras.stages().KnownShapes = KnownShapes
     (loss, gradients), (other_loss, others) = results
     assert loss == other_loss and all(map(torch.equal, gradients, others)), "bit for bit"
     assert messages[1] == 2 * messages[0] > 0 and SentShapes.exchanges > 0, messages

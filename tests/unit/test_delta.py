@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from r3.layers import CHUNK, causal_convolution, gated_delta, unit
+from r3.backends import CHUNK, causal_convolution, gated_delta, unit
 
 LENGTHS = (3, CHUNK + 6, 2 * CHUNK + 1, 1)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from r3.layers import Attention, Flash, Plain
+from r3.backends import Attention, Flash, Plain
 
 LENGTHS, HEADS, SIZE, SCALE = (5, 5, 17, 1), 3, 8, 0.4
 
