@@ -30,7 +30,6 @@ from r3.config import Config, EnvConfig, with_values
 from r3.data.prompts import run_prompts
 from r3.engine import Sampling, sampling_seed
 from r3.metrics.reduce import DEPTHS
-from r3.policy.updates import pass_figures
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
@@ -44,11 +43,12 @@ from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.sync.residency import State
-from r3.sync.rollouts import PackingSpec, distribute, share_out
+from r3.sync.rollouts import PackingSpec, distribute
 from r3.sync.weights import sync_weights
 from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
 from r3.tools.mismatch.watch import growth
+from r3.tools.passes import pass_figures, share_out
 from r3.tools.proof import (
     prove_sync,
     prove_weights,

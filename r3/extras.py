@@ -11,7 +11,7 @@ one when it is needed, and says when that is.
 | `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
 | `tools.check` | `--check` |
 | `tools.dumps` | `log.rollouts_every`, `log.show_every` |
-| `tools.beside` | every start: header, last line, needs of the machine |
+| `tools.beside` | every start: header, last line, needs of the machine; users' code |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
@@ -393,6 +393,13 @@ def machine() -> ModuleType:
     from r3.tools.beside import machine
 
     return machine
+
+
+def surroundings() -> ModuleType:
+    """What users' code may change of the process: r3.tools.beside.surroundings."""
+    from r3.tools.beside import surroundings
+
+    return surroundings
 
 
 def header(*given: Any) -> list[str]:

@@ -35,7 +35,6 @@ from r3.cli import parse as cli
 from r3.config import Config, ConfigError, Problem, with_values
 from r3.models.hub import folder_of
 from r3.policy import Policy, TokenScores
-from r3.policy.updates import pass_figures
 from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.folder import RunDir, replacing, step_folders
@@ -47,6 +46,7 @@ from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
 from r3.tools.dumps import read_rollouts
 from r3.tools.mismatch.forced import build_engine, by_rollout, decode, packed, sides
+from r3.tools.passes import pass_figures
 from r3.tools.view.runs import dumped_steps
 from r3.types import MicroBatch, Rollout
 

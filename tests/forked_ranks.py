@@ -8,6 +8,7 @@ so tests with GPUs use the launcher itself.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -19,9 +20,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from r3.launch.ranks import launch, torchrun
-from r3.runtime import die_with_parent, importing, name_process, visible
+from r3.runtime import die_with_parent, importing, visible
 
 _POLL_S = 0.02
+_PR_SET_NAME = 15
 
 
 def start_torchrun(argv: list[str]) -> ForkedRank:
@@ -163,7 +165,8 @@ def _run(
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         for each in waiting:
             signal.raise_signal(each)
-        name_process(f"r3-rank-{env['RANK']}" if "RANK" in env else "r3-torchrun")
+        name = f"r3-rank-{env['RANK']}" if "RANK" in env else "r3-torchrun"
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)  # in top
 
     run_program(argv, env, begin)
 

@@ -203,12 +203,21 @@ def shared_worlds(
     return of
 
 
+def forget_mesh() -> None:
+    """Destroy Megatron's process groups, so that `build_mesh` may be called again."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        # It forgets this one, and whoever keeps a group keeps the threads and sockets of gloo.
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+
+
 def _be_rank(file: Path) -> None:
     """Be the rank of a job, whose file is then that of its results."""
     import torch
 
     from r3.runtime.device import init_device
-    from r3.runtime.mesh import forget_mesh
 
     device = init_device(timeout_s=120.0)
     job = json.loads(file.read_text())

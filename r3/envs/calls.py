@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from r3 import extras
 from r3.metrics.glossary import checked_metrics
-from r3.runtime.process import restored
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError, awaited, flag, number, own_copy
 from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem, time_limit
@@ -173,7 +173,7 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
 
     late = UserFileError(f"it was not done after {START_LIMIT_S:g} s")
     try:
-        with restored(spec):
+        with extras.surroundings().restored(spec):
             made = time_limit(lambda: found(**own_copy(arguments)), START_LIMIT_S, lambda: late)
             tools, stop = shown_by(made)
     except Exception as error:  # a user's class may raise anything

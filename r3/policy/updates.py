@@ -288,27 +288,9 @@ def kl_of_rollouts(
     return summed
 
 
-def _panel(
-    policy: Policy, scores: TokenScores, panel: Panel, of: Sequence[torch.Tensor] | None = None
-) -> dict[str, Any]:
+def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
     """Return metrics over this rank's marked tokens: those that the present weights sampled."""
     if not policy.reports:
         return {}
-    mask = scores.compared if of is None else of
-    columns = (scores.logprobs, scores.rollout_logprobs, mask, scores.positions)
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared, scores.positions)
     return dict(panel(*(torch.cat(column) for column in columns)))
-
-
-def pass_figures(policy: Policy, scores: TokenScores) -> dict[str, float]:
-    """Mismatch metrics of a pass over all ranks, and `agreement` with replay. All must call."""
-    partials: dict[str, Any] = {
-        name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
-    }
-    partials |= _panel(policy, scores, mismatch, scores.loss_mask)
-    everybody = policy.mesh.world.all_gather_object(partials)
-    figures = {}
-    for name in set().union(*everybody):
-        parts = [part[name] for part in everybody if name in part]
-        if (value := type(parts[0]).reduce(parts)) is not None:
-            figures[name] = value
-    return figures

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from r3 import extras
 from r3.config import Config, flatten
@@ -30,7 +31,7 @@ from r3.run.prepare import Prepared
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import Device, init_device, leave, seed_everything, settle
 from r3.runtime.mesh import Axis, Mesh, build_mesh
-from r3.runtime.process import Surroundings, is_leader
+from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
 from r3.sync.residency import Residency, State
 from r3.sync.weights import WeightStream, sync_weights
@@ -50,12 +51,12 @@ class Phases:
     ) -> None:
         self._lock = lock
         self._watchdog, self._who = watchdog, f"your code ({', '.join(files)})" if files else ""
-        self._surroundings: Surroundings | None = None
+        self._surroundings: Any = None
         self._last = ""
 
     def begin_steps(self) -> None:
         """Set back from now on what users' code changes."""
-        self._surroundings = Surroundings() if self._who else None
+        self._surroundings = extras.surroundings().Surroundings() if self._who else None
 
     def enter(self, phase: str) -> None:
         """Note progress in a phase."""

@@ -6,7 +6,7 @@ __getattr__ = names_of(
     __name__,
     kernel_switch="KERNELS VARIABLE chosen is_on",
     limits="host_gib host_processors openmp_threads",
-    process="Surroundings die_with_parent importing name_process",
+    process="die_with_parent importing",
     tensors="SideStream Stash ipc_arguments to_host",
     terminal="fitted open_missing say visible",
 )

@@ -190,16 +190,6 @@ def axis_beside(world: Axis, *, timeout_s: float) -> Axis:
     return Axis(name="beside", group=group, rank=world.rank, size=world.size)
 
 
-def forget_mesh() -> None:
-    """Destroy Megatron's process groups, so that `build_mesh` may be called again."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-        # It forgets this one, and whoever keeps a group keeps the threads and sockets of gloo.
-        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
-
-
 # ------------------------------------------------------------------------------------------------
 # Megatron-Core as R3 uses it: without TransformerEngine and torch.compile, and on CPU.
 

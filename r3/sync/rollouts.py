@@ -302,11 +302,6 @@ def checksums(tokens_T: np.ndarray, routes: np.ndarray) -> tuple[int, ...]:
     )
 
 
-def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Sample]:
-    """This rank's share of rollouts that every rank has."""
-    return [Sample(rollout=each) for each in rollouts[rank::size]]
-
-
 def pack_for(
     mesh: Mesh,
     shape: ModelShape,

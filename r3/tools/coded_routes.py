@@ -14,7 +14,8 @@ from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.runtime.mesh import Mesh
-from r3.sync.rollouts import PackingSpec, distribute, share_out
+from r3.sync.rollouts import PackingSpec, distribute
+from r3.tools.passes import share_out
 from r3.types import Rollout
 
 # small, so that every rank gets several micro-batches of several sequences

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from r3.runtime.process import restored
+from r3 import extras
 
 if TYPE_CHECKING:
     from r3.config import AlgoConfig, ConfigError, Problem
@@ -171,7 +171,7 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
         _files[module_name], others = path, set(sys.modules)
         try:
             late = UserFileError(f"{path} was not imported after {limit_s:g} s")
-            with restored(str(path)):
+            with extras.surroundings().restored(str(path)):
                 time_limit(partial(importlib.import_module, module_name), limit_s, lambda: late)
         except SystemExit as error:
             code = error.code if error.code is not None else ""

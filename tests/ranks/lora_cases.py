@@ -26,7 +26,7 @@ from r3.models import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
-from r3.runtime.mesh import build_mesh, forget_mesh
+from r3.runtime.mesh import build_mesh
 from r3.sync import WeightStream, export
 from r3.types import Batch
 from tests.policies import (
@@ -39,6 +39,7 @@ from tests.policies import (
     save_checkpoint,
 )
 from tests.tiny import tiny_config
+from tests.world import forget_mesh
 
 TOTAL = 4  # updates of the schedule
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.runtime import Surroundings, open_missing
+from r3.runtime import open_missing
+from r3.tools.beside import Surroundings
 from r3.user_code import load
 from tests.errors import Capsys
 from tests.runs import program
