@@ -27,6 +27,7 @@ one when it is needed, and says when that is.
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math, gym |
 | `backends` | `model.experts` fused; exchanges between ranks; `parallel.cp`, `parallel.pp` |
+| `backends` | `train.optimizer` streamed |
 | `backends` | models with windows, sinks or gated delta layers |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
@@ -89,6 +90,13 @@ def gated_delta() -> type[Any]:
     from r3.backends.delta import GatedDelta
 
     return GatedDelta
+
+
+def streamed() -> ModuleType:
+    """The step of `train.optimizer streamed`: r3.backends.streamed."""
+    from r3.backends import streamed
+
+    return streamed
 
 
 def device_problems(config: Config, shape: Any, *, is_cuda: bool) -> list[Any]:

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
+from r3 import extras
 from r3.runtime.device import Device
 from r3.runtime.tensors import SideStream, Stash
-
-_STREAMED_VALUES = 1 << 25
-"""Parameters of a part of a streamed optimizer: 384 MiB with three tensors each. Two parts are on
-the device at a time."""
 
 
 class TrainingMemory:
@@ -43,9 +40,13 @@ class TrainingMemory:
             if not self._streamed:
                 each.optimizer.step = partial(self._step_when_there, each.optimizer.step)
                 continue
-            each.optimizer.step = partial(self._step_in_parts, i, each, each.optimizer.step)
-            # Each part copies its own, while it is on the device.
-            each._copy_main_params_to_model_params = lambda: None
+            extras.streamed().step_in_parts(
+                each,
+                lambda i=i, each=each: tensors_of(i, each),
+                stash=self._stash,
+                coming=self._coming,
+                going=self._going,
+            )
 
     def reserve(self) -> None:
         """Begin to make the host memory that the tensors will go to: by tens of GiB, seconds."""
@@ -76,7 +77,7 @@ class TrainingMemory:
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the optimizer under a stable key, except scalar step counters."""
         for i, optimizer in enumerate(chained(self._optimizer)):
-            for _, key, tensor in _tensors_of(i, optimizer):
+            for _, key, tensor in tensors_of(i, optimizer):
                 yield key, tensor
 
     def offload(self) -> None:
@@ -132,51 +133,6 @@ class TrainingMemory:
             self._has_moments = True
         step()
 
-    def _step_in_parts(self, number: int, optimizer: Any, step: Any) -> None:
-        """The step of torch's AdamW inside one of Megatron's optimizers, some parameters at a time.
-
-        Args:
-            number: of the optimizer, for the keys of its tensors.
-            optimizer: Megatron's.
-            step: AdamW's own step.
-        """
-        adam = optimizer.optimizer
-        groups, models = adam.param_groups, _model_parameters(optimizer)
-        parts = list(parts_of([parameter for group in groups for parameter in group["params"]]))
-        owners = [{id(parameter) for parameter in part} for part in parts]
-
-        def own(part: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-            for parameter, key, tensor in _tensors_of(number, optimizer):
-                if id(parameter) in part:
-                    yield key, tensor
-
-        def fetch(part: set[int]) -> None:
-            with self._coming.after_current():
-                for key, tensor in own(part):
-                    self._stash.get(key, tensor)
-
-        for i, (part, owner) in enumerate(zip(parts, owners, strict=True)):
-            if i == 0:
-                fetch(owner)
-            self._coming.join()
-            # Memory of the part before is free for the next one, on whatever stream it was made.
-            self._going.finish()
-            if i + 1 < len(parts):
-                fetch(owners[i + 1])
-            adam.param_groups = [
-                {**group, "params": [one for one in group["params"] if id(one) in owner]}
-                for group in groups
-            ]
-            step()
-            adam.param_groups = groups
-            for parameter in part:
-                if id(parameter) in models:
-                    models[id(parameter)].copy_(parameter)
-            with self._going.after_current():
-                for key, tensor in own(owner):  # the first step has made the moments
-                    self._stash.put(key, tensor)
-        self._going.join()
-
     def _restore_gradients(self) -> None:
         for buffer in self.gradient_buffers():
             if not buffer.untyped_storage().nbytes():
@@ -184,7 +140,7 @@ class TrainingMemory:
                 buffer.zero_()
 
 
-def _tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+def tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """Yield (parameter of AdamW, key, tensor) of one of Megatron's optimizers."""
     for g, group in enumerate(optimizer.shard_fp32_from_float16_groups):
         for k, parameter in enumerate(group):
@@ -199,36 +155,6 @@ def _tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str
 
 def _state_key(number: int, group: int, index: int, name: str) -> str:
     return f"{number}/state/{group}/{index}/{name}"
-
-
-def parts_of(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split parameters into parts of about `_STREAMED_VALUES` values, at least one each.
-
-    The largest come first. A part comes to the device while the one before it goes: where both are
-    of one size, both directions of the host link are busy all the time.
-    """
-    part: list[torch.Tensor] = []
-    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
-        if part and sum(one.numel() for one in part) + parameter.numel() > _STREAMED_VALUES:
-            yield part
-            part = []
-        part.append(parameter)
-    if part:
-        yield part
-
-
-def _model_parameters(optimizer: Any) -> dict[int, torch.Tensor]:
-    """By id of a float32 main parameter: its shard of the half-precision parameter buffer."""
-    found = {}
-    for mains, models in zip(
-        optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True
-    ):
-        for main, model in zip(mains, models, strict=True):
-            where = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            buffer, _, bucket = optimizer.model_param_gbuf_map[model]
-            flat = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-            found[id(main)] = flat[where.start : where.end]
-    return found
 
 
 def chained(optimizer: Any) -> list[Any]:

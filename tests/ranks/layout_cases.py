@@ -17,7 +17,7 @@ from r3.layers import packed_params
 from r3.metrics import DEPTHS
 from r3.models import CheckpointReader, frozen_tensors
 from r3.models.shape import ModelShape
-from r3.policy import Policy, chained, memory
+from r3.policy import Policy, chained
 from r3.policy.build import transformer_config
 from r3.policy.weight_slots import load
 from r3.run import load as load_checkpoint
@@ -341,7 +341,7 @@ def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[s
 
     After three updates one more with a resumed optimizer, and one after a change on the host.
     """
-    memory._STREAMED_VALUES = 20_000
+    extras.streamed().PART_VALUES = 20_000
     config = tiny_config(parallel=parallel, model={"dtype": dtype}, train={"optimizer": "kept"})
     mesh, resident = build(device, config)
     (batch,) = batches_of(mesh, resident.shape, micro_batch_tokens=96)

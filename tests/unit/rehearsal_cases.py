@@ -24,7 +24,7 @@ from r3.judges import Batches
 from r3.layers import LocalTokens, local_tokens
 from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.policy import Policy, memory, scoring
+from r3.policy import Policy, scoring
 from r3.runtime import SideStream, Stash
 from r3.runtime.device import Device, prepare_environment, seed_everything, select_device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
@@ -150,7 +150,7 @@ def settings(steps: list[tuple[str, dict[str, dict[str, Any]]]]) -> int:
     with fake_world(topk=2):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
-        memory._STREAMED_VALUES = 1 << 14  # a streamed optimizer has several parts
+        extras.streamed().PART_VALUES = 1 << 14  # a streamed optimizer has several parts
         for path, change in steps:
             sections = {
                 key: SECTIONS.get(key, {})
@@ -331,7 +331,7 @@ def order_of_streams(path: str) -> dict[str, int]:
     with fake_world(topk=2, order=order):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
-        memory._STREAMED_VALUES = 1 << 14  # several parts
+        extras.streamed().PART_VALUES = 1 << 14  # several parts
         sections = SECTIONS | {"train": SECTIONS["train"] | {"optimizer": "streamed"}}
         config = tiny_config(path, **sections)
         trained = step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
@@ -354,7 +354,7 @@ def order_of_streams(path: str) -> dict[str, int]:
         for name, (stream, method, wrong) in without.items():
             order.races.clear()
             for values in (1 << 40, 1 << 14):  # a single part, and several where that has no race
-                memory._STREAMED_VALUES = values
+                extras.streamed().PART_VALUES = values
                 torch.cuda.synchronize()
                 setattr(stream, method, wrong)
                 for _ in range(0 if order.races else 2):

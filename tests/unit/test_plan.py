@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import active_params, forward_flops
+from r3 import extras
 from r3.assets import TINY_MOE
 from r3.checks import examine
 from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.extras import dry_run, planner
 from r3.models.shape import ModelShape
-from r3.policy import memory
 from r3.run import PIECE
 from r3.tools.planning import memory_plan as plan
 from tests.settings import TINY
@@ -145,7 +145,7 @@ def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
     assert "gradients" not in phases["SAVE"]
     hosts = [plan.host_memory(one, BIG_SHAPE, 8) for one in (BIG, streamed)]
     assert hosts[0] == hosts[1]
-    assert plan.STREAMED_VALUES == memory._STREAMED_VALUES
+    assert plan.STREAMED_VALUES == extras.streamed().PART_VALUES
 
 
 def test_a_kept_optimizer_is_on_the_device_while_the_engine_generates() -> None:
@@ -168,7 +168,7 @@ def test_both_directions_of_the_link_are_busy_while_the_optimizer_streams() -> N
         """The first part comes alone; then each one goes while the next one comes."""
         return parts[0] + sum(max(pair) for pair in pairwise([*parts, 0]))
 
-    parts = [sum(one.numel() for one in part) for part in memory.parts_of(parameters)]
+    parts = [sum(one.numel() for one in part) for part in extras.streamed().parts_of(parameters)]
     assert sum(parts) == sum(sizes) and len(parts) == 20
     assert link_time(parts) == sum(sizes) + max(sizes)  # nothing waits but the first part
     # In the order of the model, large parts would wait for small ones.

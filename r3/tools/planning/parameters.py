@@ -9,13 +9,6 @@ from r3 import extras
 from r3.config import Config
 from r3.models.shape import ModelShape
 
-GIB = 2**30
-PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
-"""Weight sync; generation; forward and backward passes; optimizer step; writing a checkpoint."""
-
-RESERVE = 0.05
-"""Share of a device that a plan leaves free, for fragmentation and unbalanced routing."""
-
 
 def route_bytes_per_token(shape: ModelShape) -> int:
     """Bytes of one token's captured routes.
