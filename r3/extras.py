@@ -12,6 +12,7 @@ one when it is needed, and says when that is.
 | `tools.check` | `--check` |
 | `tools.dumps` | `log.rollouts_every`, `log.show_every` |
 | `tools.beside` | every start: header, last line, needs of the machine; users' code |
+| `tools.beside.terminal` | a terminal as stdout |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
 | `tools.tensorboard` | `log.tensorboard` |
@@ -408,6 +409,13 @@ def surroundings() -> ModuleType:
     from r3.tools.beside import surroundings
 
     return surroundings
+
+
+def terminal() -> ModuleType:
+    """The console of a run on a terminal: r3.tools.beside.terminal."""
+    from r3.tools.beside import terminal
+
+    return terminal
 
 
 def header(*given: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Console output of a run: a header, one table row per step, progress bars.
 
-A terminal gets a table that fits its width, from 80 to 160 columns. A log file gets plain lines.
+A log file gets plain lines; a terminal a table (r3.tools.beside.terminal).
 """
 
 from __future__ import annotations
@@ -8,24 +8,20 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
+from r3 import extras
 from r3.metrics.glossary import headlines
 from r3.runtime.process import is_leader
-from r3.runtime.terminal import fitted, is_line_open, out, say, visible
+from r3.runtime.terminal import is_line_open, out, say, visible
 
-_TITLES_EVERY = 20  # rows between two repetitions of the column titles
-_MAX_WIDTH = 160
 _LOG_WIDTH = 100  # of samples in log files
-_LOG_LINE = 120  # of a step in log files; metrics.jsonl has all figures
+LOG_LINE = 120  # of a step in log files; metrics.jsonl has all figures
 
 
 def share_text(value: float) -> str:
@@ -81,10 +77,10 @@ _SILENT_AT_0 = (  # 0 in many runs, at every step
     *("rollout/truncated_frac", "reward/group_zero_std_frac"),
     *("loss/clip_frac", "/unjudged"),
 )
-_EVAL = "eval/"  # stands for the figure of the first held-out set
+EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
     Column("reward/mean", "reward", ".3f", 6, 0),
-    Column(_EVAL, "eval", ".3f", 5, 0),
+    Column(EVAL, "eval", ".3f", 5, 0),
     Column("mismatch/k3_replay", "k3", ".1e", 7, 1, instead="mismatch/k3"),
     Column("mismatch/k3_live", "k3 live", ".1e", 7, 1),
     Column("loss/nll", "nll", ".4f", 6, 1),
@@ -106,29 +102,16 @@ COLUMNS = (
 """`r3.tools.help` says what they mean."""
 
 
-def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:
-    """The columns that have figures and fit, the least important ones left out first."""
-    shown = [column for column in COLUMNS if keys.intersection(column.keys)]
-    room = min(width, _MAX_WIDTH) - len(_step_cell("", 7)) - 7  # the step and the time left
-    while sum(column.width + 1 for column in shown) > room:
-        shown.remove(_least(shown))
-    return tuple(shown)
-
-
-def _least(columns: Collection[Column]) -> Column:
+def least(columns: Collection[Column]) -> Column:
     """The rightmost of the least important columns."""
     return max(reversed(list(columns)), key=lambda column: column.priority)
-
-
-def _step_cell(text: str, width: int) -> str:
-    return f"{text:>{width}} "
 
 
 def with_evaluation(row: Mapping[str, float]) -> dict[str, float]:
     """The row with the figure of its first held-out set under `eval/`, without idle figures."""
     first = next(iter(headlines(row).values()), None)
     figures = {key: value for key, value in row.items() if value or not key.endswith(_SILENT_AT_0)}
-    return figures | ({_EVAL: row[first]} if first else {})
+    return figures | ({EVAL: row[first]} if first else {})
 
 
 def notes(row: Mapping[str, float]) -> list[str]:
@@ -139,8 +122,8 @@ def notes(row: Mapping[str, float]) -> list[str]:
         found.append(f"{dropped:.0f} samples dropped")
     figures = list(headlines(row).values())
     for key in sorted(row):
-        if key.startswith(_EVAL) and key not in (_EVAL, *figures[:1]):
-            name = key.removeprefix(_EVAL)
+        if key.startswith(EVAL) and key not in (EVAL, *figures[:1]):
+            name = key.removeprefix(EVAL)
             # The accuracy of a set is named only where another figure stands for the set.
             name = name.removesuffix("/accuracy") if key in figures else name
             found.append(f"{name.replace('/', ' ')} {row[key]:.3f}")
@@ -152,7 +135,7 @@ def step_line(
     step: int,
     steps: int,
     eta_s: float | None = None,
-    width: int = _LOG_LINE,
+    width: int = LOG_LINE,
 ) -> str:
     """One labelled line for a log file: `step 12/40  reward 0.610  k3 1.2e-07 ...`."""
     row = with_evaluation(row)
@@ -160,7 +143,7 @@ def step_line(
     first = [f"step {step}/{steps}"]
     rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s else [])]
     while len("  ".join([*first, *found.values(), *rest])) > width and found:
-        del found[_least(found)]
+        del found[least(found)]
     return "  ".join([*first, *found.values(), *rest])
 
 
@@ -171,19 +154,11 @@ def stage(what: str) -> Iterator[None]:
         yield
         return
     started = time.perf_counter()
-    console = RichConsole(file=out()) if out().isatty() else None
-    columns = (TextColumn("{task.description} ..."), TimeElapsedColumn())
-    bar = (
-        Progress(*columns, console=console, transient=True, refresh_per_second=2)
-        if console
-        else nullcontext()
-    )
-    if not console:
+    on_terminal = out().isatty()
+    if not on_terminal:
         say(f"{what} ...", end="")
     try:
-        with bar:
-            if isinstance(bar, Progress):
-                bar.add_task(what)
+        with extras.terminal().running(what) if on_terminal else nullcontext():
             yield
     finally:
         took = f"{time.perf_counter() - started:.1f} s"
@@ -194,44 +169,27 @@ def stage(what: str) -> Iterator[None]:
 
 
 class Console:
-    """Writes to one stream; a console that is not the leader's writes nothing.
+    """Writes plain lines to one stream, such as a log file.
 
     Args:
         is_leader: whether anything is written at all.
-        progress: whether bars are drawn, on a terminal.
         stream: None is stdout.
     """
 
-    def __init__(self, *, is_leader: bool, progress: bool, stream: TextIO | None = None) -> None:
-        self._stream = stream or out()
-        self._is_leader = is_leader
-        self._rich = RichConsole(file=self._stream) if is_leader and self._stream.isatty() else None
-        self._progress = progress and self._rich is not None
-        self._columns: tuple[Column, ...] = ()
-        self._rows = 0
+    def __init__(self, *, is_leader: bool, stream: TextIO | None = None) -> None:
+        self._stream, self._is_leader = stream or out(), is_leader
 
     def header(self, lines: Sequence[str]) -> None:
         """Show what runs, before it starts."""
-        if self._rich:
-            width = self._rich.width - 4  # of the frame
-            text = Text(fitted(visible("\n".join(lines)), width), overflow="fold")
-            self._rich.print(Panel(text, title="r3", title_align="left", expand=False))
-        else:
-            self.line("\n".join(lines))
+        self.line("\n".join(lines))
 
     def line(self, text: str) -> None:
         """Write one line at once."""
-        if self._rich:
-            self._print(text)
-        elif self._is_leader:
+        if self._is_leader:
             print(visible(text), file=self._stream, flush=True)
 
     def show(self, conversation: RenderableType) -> None:
         """Show a sample: on a terminal in colours, in a log file as plain lines."""
-        self._rows = 0  # the table starts again below it
-        if self._rich:
-            self._rich.print(conversation)
-            return
         plain = RichConsole(file=io.StringIO(), color_system=None, width=_LOG_WIDTH)
         with plain.capture() as captured:
             plain.print(conversation)
@@ -245,47 +203,22 @@ class Console:
         Args:
             eta_s: seconds until the last step ends, if known.
         """
-        kinds = {"reward/mean", "loss/nll"}.intersection(row)
-        if not self._rich or not kinds:  # a row of an evaluation alone is no table
-            width = min(_LOG_LINE, self._rich.width) if self._rich else _LOG_LINE
-            self.line(step_line(row, step, steps, eta_s, width))
-            return
-        row = with_evaluation(row)
-        # Columns stay where they are; a figure that appears for the first time starts a new table.
-        keys = {*row, *_keys(self._columns), *([_EVAL] if "reward/mean" in row else [])}
-        columns = columns_for(self._rich.width, keys)
-        if columns != self._columns or self._rows % _TITLES_EVERY == 0:
-            self._columns, self._rows = columns, 0
-            cells = " ".join(f"{column.title:>{column.width}}" for column in columns)
-            self._print(f"{_step_cell('step', 7)}{cells}   left", style="bold")
-        self._rows += 1
-        cells = " ".join(f"{column.text(row):>{column.width}}" for column in columns)
-        left = duration_text(eta_s) if eta_s else ""
-        self._print(f"{_step_cell(f'{step}/{steps}', 7)}{cells} {left:>6}")
-        for note in notes(row):
-            self._print(f"{_step_cell('', 7)}{note}")
+        self.line(step_line(row, step, steps, eta_s))
 
-    def _print(self, text: str, style: str | None = None) -> None:
-        assert self._rich is not None
-        text = fitted(visible(text), self._rich.width)
-        self._rich.print(text, markup=False, highlight=False, style=style, soft_wrap=True)
-
-    @contextmanager
-    def progress(self, total: int, label: str) -> Iterator[Callable[[int], None]]:
+    def progress(self, total: int, label: str) -> AbstractContextManager[Callable[[int], None]]:
         """A bar that disappears when the work is done; yields the function that advances it."""
-        if not self._progress:
-            yield lambda count: None
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self._rich, transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda count: bar.advance(task, count)
+        return nullcontext(lambda count: None)
 
 
-def _keys(columns: Sequence[Column]) -> set[str]:
-    return {key for column in columns for key in column.keys}
+def console_of(*, is_leader: bool, progress: bool, stream: TextIO | None = None) -> Console:
+    """The console of a run: tables on a terminal, else plain lines; the leader's alone writes.
+
+    Args:
+        is_leader: whether anything is written at all.
+        progress: whether bars are drawn, on a terminal.
+        stream: None is stdout.
+    """
+    if is_leader and (stream or out()).isatty():
+        terminal: Console = extras.terminal().TerminalConsole(progress=progress, stream=stream)
+        return terminal
+    return Console(is_leader=is_leader, stream=stream)

@@ -15,7 +15,7 @@ import numpy as np
 
 from r3 import extras
 from r3.config import Config
-from r3.metrics.console import Console
+from r3.metrics.console import console_of
 from r3.metrics.glossary import explain
 from r3.metrics.reduce import LogHistogram, Max, Partial, UsersMean
 
@@ -93,7 +93,7 @@ class Meter:
         self._axis = axis
         self._steps = config.train.steps
         self._on_phase = on_phase
-        self.console = Console(
+        self.console = console_of(
             is_leader=axis.rank == 0, progress=config.log.progress, stream=stream
         )
         self._run_dir = run_dir if axis.rank == 0 else None

@@ -45,7 +45,7 @@ from r3.metrics import (
     headlines,
     is_wall_clock,
 )
-from r3.metrics.console import COLUMNS, Console, notes, stage, step_line
+from r3.metrics.console import COLUMNS, console_of, notes, stage, step_line
 from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
 from tests.errors import Patch
@@ -473,7 +473,7 @@ def test_the_table_fits_the_terminal(width: int, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     everything = {key: 0.123456 for column in COLUMNS for key in column.keys} | ROW
     stream = Terminal()
-    console = Console(is_leader=True, progress=False, stream=stream)
+    console = console_of(is_leader=True, progress=False, stream=stream)
     for step in (1, 2):
         console.row(everything | {"eval/heldout/accuracy": 0.5}, step, 10000, eta_s=1e5)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()
@@ -533,7 +533,7 @@ def test_a_log_file_gets_plain_lines() -> None:
 def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
-    console = Console(is_leader=True, progress=False, stream=stream)
+    console = console_of(is_leader=True, progress=False, stream=stream)
     row = {"loss/nll": 2.4, "optim/grad_norm": 2.9, "time/step_s": 1.4, "eval/a/accuracy": 0.25}
     console.row(row | {"perf/tokens_per_s": 325.0, "policy/entropy": 0.7}, 1, 3, 2.8)
     console.row({f"eval/set{n}/accuracy": 0.25 for n in range(3)} | {"time/step_s": 1.0}, 3, 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3 import check_loss, report, show, watch
-from r3.metrics.console import Console
+from r3.metrics.console import Console, console_of
 from r3.rewards.scorer import RewardError
 from r3.run import RunDir, failure_text, write_json, write_text
 from r3.runtime import say, visible
@@ -33,7 +33,7 @@ def _consoles(use: Callable[[Console], None]) -> str:
     """What a console writes, in a terminal and into a log file."""
     terminal, file = _Terminal(), io.StringIO()
     for stream in (terminal, file):
-        use(Console(is_leader=True, progress=False, stream=stream))
+        use(console_of(is_leader=True, progress=False, stream=stream))
     return terminal.getvalue() + file.getvalue()
 
 
