@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--soak", type=int, default=0, metavar="N")
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=1, help="number of the soak's first run")
+    parser.add_argument("--first", type=int, default=1, help="number of the first run of --soak and --kills")
     parser.add_argument("--minutes", type=float, default=120.0)
     given = parser.parse_args(argv)
     if given.list:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     until = time.monotonic() + 60 * given.minutes
     root = Path(tempfile.mkdtemp(prefix="r3-faults-"))
     if given.kills:
-        code = _kills(given.kills, given.seed, root, until)
+        code = _kills(given.kills, given.seed, given.first, root, until)
     elif given.soak:
         code = _soak(given.soak, given.seed, given.first, root, until)
     else:
@@ -65,9 +65,11 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _kills(count: int, seed: int, root: Path, until: float) -> int:
+def _kills(count: int, seed: int, first: int, root: Path, until: float) -> int:
     try:
-        kills(count, seed, root, until=until, say=lambda line: print(line, flush=True))
+        kills(
+            count, seed, root, first=first, until=until, say=lambda line: print(line, flush=True)
+        )
     except Unexpected as error:
         print(error, file=sys.stderr)
         return 1

@@ -44,8 +44,16 @@ MOMENTS = ("", "checkpoint of ", "export to ", "evaluate", "sync", "train")
 _LONGEST_S = 0.5  # between the beginning of a phase and the kill
 
 
-def kills(count: int, seed: int, root: Path, *, until: float, say: Callable[[str], None]) -> int:
-    """Kill `count` runs, fewer if the time ends; returns how many.
+def kills(
+    count: int,
+    seed: int,
+    root: Path,
+    *,
+    first: int = 1,
+    until: float,
+    say: Callable[[str], None],
+) -> int:
+    """Kill `count` runs from number `first` on, fewer if the time ends; returns how many.
 
     Raises:
         Unexpected: a run that was started once more did not finish, or has other weights or rows.
@@ -53,7 +61,7 @@ def kills(count: int, seed: int, root: Path, *, until: float, say: Callable[[str
     straight: dict[str, tuple[Path, float]] = {}
     struck: Counter[str] = Counter()
     made = 0
-    for number in range(1, count + 1):
+    for number in range(first, first + count):
         if time.monotonic() > until:
             break
         chance = random.Random(f"{seed}/{number}")
