@@ -21,7 +21,7 @@ one when it is needed, and says when that is.
 | `tools.mismatch.watch` | every step: jumps of the mismatch, growth with the conversation |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
-| `agents` | `env.command`, a workflow as `env.path`, `env.tool_parser`, `env.reasoning_parser` |
+| `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
 | `partial` | `rollout.step_token_budget` |
 | `lora` | `lora.rank` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from r3.config import AlgoConfig, Config, EnvConfig, RewardConfig
 
@@ -149,16 +148,30 @@ def share_gloo_thread() -> None:
     gloo.share_gloo_thread()
 
 
-def workflows(settings: EnvConfig, found: type[Any]) -> Any:
-    """The workflows of `env.path` or `env.command`, in the place of environments."""
-    from r3.agents.workflows import Workflows
+def conversations(settings: EnvConfig, *more: Any) -> tuple[Any, Any, Any]:
+    """Environments of several turns or workflows, and what their conversations need."""
+    from r3.envs.runner import conversations
 
-    return Workflows(settings, found)
+    return conversations(settings, *more)
+
+
+def message_reader(*given: Any) -> Any:
+    """What reads tool calls and reasoning in messages of the model (r3.envs.runner)."""
+    from r3.envs.runner import message_reader
+
+    return message_reader(*given)
+
+
+def environment_notes(env: EnvConfig, config: Config | None = None) -> list[str]:
+    """Load the class of an environment, and check the settings beside it (r3.envs.find)."""
+    from r3.envs.find import environment_notes
+
+    return environment_notes(env, config)
 
 
 def workflow_episode() -> type[Any]:
     """The class of a workflow's episode."""
-    from r3.agents.episode import WorkflowEpisode
+    from r3.envs.episode import WorkflowEpisode
 
     return WorkflowEpisode
 
@@ -175,27 +188,6 @@ def budgeted_episode() -> type[Any]:
     from r3.partial.episode import BudgetedEpisode
 
     return BudgetedEpisode
-
-
-def command() -> type[Any]:
-    """The workflow that runs `env.command`."""
-    from r3.agents.command import Command
-
-    return Command
-
-
-def message_parser(*given: Any) -> Any:
-    """vLLM's parsers of `env.tool_parser` and `env.reasoning_parser` (r3.agents.parsers)."""
-    from r3.agents.parsers import message_parser
-
-    return message_parser(*given)
-
-
-def serve(model: Any) -> AbstractAsyncContextManager[Any]:
-    """The endpoint of an episode (r3.agents.endpoint)."""
-    from r3.agents import endpoint
-
-    return endpoint.serve(model)
 
 
 def adapters() -> ModuleType:
@@ -320,17 +312,10 @@ def check_judges(*given: Any) -> None:
 
 
 def check_command(*given: Any) -> None:
-    """Check `env.command` (r3.agents.check)."""
-    from r3.agents.check import check_command
+    """Check `env.command` (r3.envs.find)."""
+    from r3.envs.find import check_command
 
     check_command(*given)
-
-
-def check_workflow(config: Config) -> list[str]:
-    """Check the settings beside a workflow (r3.agents.check)."""
-    from r3.agents.check import check_workflow
-
-    return check_workflow(config)
 
 
 def check() -> ModuleType:

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from r3.agents import Workflows, message_parser
 from r3.config import RewardConfig
 from r3.data import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
-from r3.envs import MessageReader, built_in
+from r3.envs import MessageReader, Workflows, built_in, message_parser
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout import ConversationRules, ConversationSetup, Round, RoundResult

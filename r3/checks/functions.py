@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from r3 import extras
 from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, with_values
@@ -26,8 +27,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     """
     if not config.users_code:
         return []
-    from r3.envs.find import find, is_workflow  # numpy comes with them
-    from r3.rewards import own_functions
+    from r3.rewards import own_functions  # numpy comes with it
 
     known = {(each.field, str(each.value)) for each in problems}
     arguments = {"algo.args", "env.args", "reward.args"}.intersection(field for field, _ in known)
@@ -57,18 +57,10 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
                 fix = "score one response, def f(response, prompt), or set the budget to 0"
                 raise ConfigError([Problem("reward.function", spec, rule, fix)])
 
-    def load_environment() -> None:
-        found = find(config.env)
-        if is_workflow(found):
-            notes.extend(extras.check_workflow(config))
-        elif config.algo.baseline != "prompt":
-            rule = "has no effect: only workflows reward calls, and the environment is none"
-            notes.append(f"algo.baseline = {config.algo.baseline!r} {rule}")
-
     if config.trains:
         collect(lambda: functions_of_algorithm(config.algo))
     if config.env.path and not config.env.command:
-        collect(load_environment)
+        collect(lambda: notes.extend(extras.environment_notes(config.env, config)))
     named = {spec: "eval.function" for spec in config.eval.function}
     named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
     collect(load_rewards, named | {spec: "reward.function" for spec in config.reward.function})
@@ -76,7 +68,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         for each in config.eval.sets:
             if ":" in each.env:
                 own = each.environment(config.env)
-                collect(lambda own=own: find(own), {each.env: "eval.env"})  # type: ignore[misc]
+                collect(partial(extras.environment_notes, own), {each.env: "eval.env"})
     return notes
 
 

@@ -158,6 +158,11 @@ class EnvConfig:
         return self.path or self.command or self.name
 
     @property
+    def is_one_turn(self) -> bool:
+        """Whether a conversation is the prompt and one response."""
+        return self.is_built_in and self.name == "single_turn"
+
+    @property
     def may_reward(self) -> bool:
         """Whether the environment may give rewards itself, so that no function is asked."""
         return not self.is_built_in or self.name not in ("single_turn", "calculator")

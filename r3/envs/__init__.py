@@ -24,19 +24,23 @@ A class with a method `run` instead is a workflow, which calls the model itself
 (`r3/envs/workflow.py`).
 """
 
-from r3.envs.calculator import Calculator, evaluate
-from r3.envs.calls import Environment, checked_step
-from r3.envs.chat import Chat
-from r3.envs.find import ENVIRONMENTS, find, is_workflow
-from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
-from r3.envs.runner import Environments
-from r3.envs.tool_calls import (
-    MessageReader,
-    Parse,
-    Parsed,
-    built_in,
-    parsed_calls,
-    read_json,
-    without_thoughts,
+from r3 import names_of
+
+# A worker process that runs environments loads few of them.
+__getattr__ = names_of(
+    __name__,
+    calculator="Calculator evaluate",
+    calls="Environment checked_step",
+    chat="Chat",
+    command="Command",
+    endpoint="serve",
+    episode="sampling_faults",
+    find="ENVIRONMENTS find is_workflow",
+    guess_number="GUESSES LARGEST GuessNumber",
+    openai_api="ApiError token_bytes",
+    parsers="message_parser",
+    runner="Environments",
+    tool_calls="MessageReader Parse Parsed built_in parsed_calls read_json",
+    workflow="Model ModelLimit",
+    workflows="Workflows checked_result",
 )
-from r3.envs.workflow import Model, ModelLimit

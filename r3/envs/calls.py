@@ -9,13 +9,13 @@ import inspect
 import json
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from r3 import extras
 from r3.metrics.glossary import checked_metrics
 from r3.types import Message, Prompt
-from r3.user_code.calls import CallError, awaited, flag, number, own_copy
+from r3.user_code.calls import CallError, Step, awaited, flag, number, own_copy
 from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem, time_limit
 
 Observed = (
@@ -40,16 +40,6 @@ class Environment(Protocol):
                 [{"name": ..., "arguments": {...}}]}`. The finish reason is "stop", or "length" if
                 the message was cut. `tool_calls` has those calls that are valid JSON.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What `Environment.step` returned, checked."""
-
-    messages: tuple[Message, ...]
-    reward: float | None
-    done: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def checked_messages(value: Any, method: str) -> tuple[Message, ...]:

@@ -1,34 +1,21 @@
-"""Find the class of an environment: a built-in one, or a user's."""
+"""Find the class of an environment, and check the settings beside it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import shlex
+import shutil
+from pathlib import Path
 from typing import Any, cast
 
-from r3 import extras
-from r3.config import ConfigError, EnvConfig
+from r3.config import Config, ConfigError, EnvConfig, Problem
+from r3.config.check import Findings
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
 from r3.envs.guess_number import GuessNumber
-from r3.types import Message, Prompt
 from r3.user_code.loading import Wanted, load_functions, problem
 
-
-class SingleTurn:
-    """The prompt as it is; reward functions score the response."""
-
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """Return the prompt's own messages."""
-        return prompt.messages
-
-    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """End the conversation after the first response."""
-        return (), None, True
-
-
 ENVIRONMENTS: dict[str, type[Environment]] = {
-    "single_turn": SingleTurn,
     "calculator": Calculator,
     "guess_number": GuessNumber,
 }
@@ -52,7 +39,9 @@ def find(settings: EnvConfig) -> type[Any]:
         ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
     if settings.command:
-        return extras.command()
+        from r3.envs.command import Command
+
+        return Command
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
@@ -87,3 +76,73 @@ def find(settings: EnvConfig) -> type[Any]:
         if workflow and not inspect.iscoroutinefunction(function):
             raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
     return cast("type[Any]", found)
+
+
+def environment_notes(env: EnvConfig, config: Config | None = None) -> list[str]:
+    """Load the class of an environment; return settings without effect beside that of a run.
+
+    Args:
+        config: the settings of the run, if it is the environment of the training.
+
+    Raises:
+        ConfigError: the class cannot be used, or not with these settings.
+    """
+    workflow = is_workflow(find(env))
+    if config is None:
+        return []
+    if workflow:
+        return check_workflow(config)
+    if config.algo.baseline == "prompt":
+        return []
+    rule = "has no effect: only workflows reward calls, and the environment is none"
+    return [f"algo.baseline = {config.algo.baseline!r} {rule}"]
+
+
+def check_workflow(config: Config) -> list[str]:
+    """Return settings without effect for the workflow of `env.path`.
+
+    Raises:
+        ConfigError: settings that a workflow cannot have.
+    """
+    env, problems = config.env, []
+    if budget := config.rollout.step_token_budget:
+        rule = f"suspends conversations, and {env.path} is a workflow: a coroutine cannot be"
+        fix = "set it to 0, or write an environment"
+        problems.append(Problem("rollout.step_token_budget", budget, rule, fix))
+    if env.workers:
+        rule = f"runs environments in processes, and {env.path} is a workflow"
+        fix = "set it to 0; await asyncio.to_thread(function) for what computes"
+        problems.append(Problem("env.workers", env.workers, rule, fix))
+    if problems:
+        raise ConfigError(problems)
+    if env.keep_reasoning == EnvConfig().keep_reasoning or any(config.eval.env):
+        return []
+    rule = "has no effect: the environment is a workflow, which builds its own prompts"
+    return [f"env.keep_reasoning = {env.keep_reasoning!r} {rule}"]
+
+
+def check_command(config: Config, found: Findings) -> None:
+    """`env.command` starts, and is the only environment."""
+    env = config.env
+    for field, is_set in (
+        ("env.name", env.name != EnvConfig().name),
+        ("env.path", env.path),
+        ("env.args", env.args),
+    ):
+        if is_set:
+            rule = "is set together with env.command, which takes the place of the environment"
+            found.add(field, rule, "give one of the two")
+    if config.rollout.step_token_budget:
+        rule = "suspends conversations, and env.command is set: a process cannot be"
+        found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
+    try:
+        words = shlex.split(env.command)
+    except ValueError as error:
+        found.add("env.command", f"is no command line: {error}", "close the quotation")
+        return
+    if not words or shutil.which(words[0]) is None:
+        rule = f"there is no program {words[0] if words else ''!r} in PATH that can be executed"
+        found.add("env.command", rule, "give its path, or install it")
+    elif Path(words[0]).name.startswith("python") and len(words) > 1:
+        if words[1].endswith(".py") and not Path(words[1]).is_file():
+            found.add("env.command", f"there is no file {words[1]}", "give the path of the script")

@@ -6,23 +6,22 @@ import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
+from r3.data.template import Renderer
 from r3.envs.calls import Environment, Source, announced, call, call_async, call_in_worker
-from r3.envs.find import ENVIRONMENTS, find
+from r3.envs.chat import Chat
+from r3.envs.find import find, is_workflow
+from r3.envs.tool_calls import MessageReader, built_in
 from r3.types import Message, Prompt
-from r3.user_code.calls import Failure
+from r3.user_code.calls import Failure, StateError
 from r3.user_code.workers import Done, Here, InLane, Lane, Place, Pool, Processes, Threads
 
 _CLOSE_POLL_S = 0.2
-
-
-class StateError(RuntimeError):
-    """An environment cannot be pickled, or its pickle not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,11 @@ class Environments:
     Attributes:
         tools: JSON schemas for the chat template.
         stop: strings that end a turn, from the environment and `env.stop`.
-        one_turn: whether every conversation is the prompt and one response.
+        one_turn, is_workflow: False, see `r3.rollout.conversation.OneTurn`.
         has_failed: whether a failure of a conversation was shown; the first one is.
     """
+
+    one_turn = is_workflow = False
 
     def __init__(self, settings: EnvConfig) -> None:
         """Load the class; workers start with the first conversation.
@@ -67,7 +68,6 @@ class Environments:
         self._source = Source(settings.path if by_path else self._class, arguments, shown)
         self.tools: Sequence[Any] = shown[0]
         self.stop = tuple(dict.fromkeys([*shown[1], *settings.stop]))
-        self.one_turn = self._class is ENVIRONMENTS["single_turn"]
         self.has_failed = False
         self._has_close = hasattr(self._class, "close")
         is_async = any(
@@ -258,3 +258,41 @@ class Environments:
             warnings.warn(
                 f"{self._name}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
             )
+
+
+def conversations(
+    settings: EnvConfig,
+    renderer: Renderer,
+    tokenizer: Any,
+    model_path: str,
+    template_kwargs: Mapping[str, Any],
+) -> tuple[Any, Chat | None, MessageReader]:
+    """Return environments or workflows, what renders the messages after the model's, and a parser.
+
+    Raises:
+        ConfigError: the environment, the chat template or a parser cannot be used.
+    """
+    parser = message_reader(settings, tokenizer, template_kwargs)
+    if is_workflow(found := find(settings)):
+        from r3.envs.workflows import Workflows
+
+        return Workflows(settings, found), None, parser
+    environments = Environments(settings)
+    keep = settings.keep_reasoning
+    chat = Chat(renderer, model_path, environments.tools, keep_reasoning=keep)
+    return environments, chat, parser
+
+
+def message_reader(
+    settings: EnvConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> MessageReader:
+    """Return what reads tool calls and reasoning: parsers that the settings name, or R3's own.
+
+    Raises:
+        ConfigError: a parser cannot be used.
+    """
+    if not (settings.tool_parser or settings.reasoning_parser):
+        return MessageReader(built_in)
+    from r3.envs.parsers import message_parser
+
+    return message_parser(settings, tokenizer, template_kwargs)

@@ -1,7 +1,7 @@
 """Parse a message of the model into reasoning, text and tool calls.
 
 Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates.
-Named parsers are vLLM's (`r3.agents.parsers`). A model may sample any text, and parsers fail on
+Named parsers are vLLM's (`r3.envs.parsers`). A model may sample any text, and parsers fail on
 some: every parser is called by a `MessageReader`, which reads a message or leaves it as text.
 """
 
@@ -18,7 +18,6 @@ from r3.user_code.calls import own_copy
 from r3.user_code.loading import time_limit
 
 _CALL_MARKS = re.compile("</?think>|</?tool_call>")
-_THOUGHT_MARKS = re.compile("</?think>")
 
 _LIMIT_S = 5.0  # of one message, which takes milliseconds
 _MOST_LATE = 3  # messages of a round that may take that long
@@ -150,19 +149,6 @@ def call_texts(text: str) -> list[tuple[int, str]]:
         elif mark[0] == "<tool_call>" and not thinks:
             opened = mark
     return found
-
-
-def without_thoughts(text: str) -> str:
-    """Return a text without what is in `<think>`; thoughts end as in `call_texts`."""
-    said: list[str] = []
-    thinks, start = False, 0
-    for mark in _THOUGHT_MARKS.finditer(text):
-        if mark[0] == "</think>":
-            said, thinks, start = said if thinks else [], False, mark.end()
-        elif not thinks:
-            said.append(text[start : mark.start()])
-            thinks = True
-    return "".join([*said, "" if thinks else text[start:]])
 
 
 def call_of(name: Any, arguments: Any) -> dict[str, Any]:

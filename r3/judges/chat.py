@@ -21,7 +21,6 @@ import regex
 
 from r3.config import HIDDEN, RewardConfig
 from r3.config.arguments import keyword_arguments
-from r3.envs.tool_calls import without_thoughts
 from r3.rewards import checked
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError
@@ -41,6 +40,7 @@ Response:
 Reply with a JSON object {"score": s} and nothing else: \
 s is 1 when the response's final answer is right, 0 when it is wrong."""
 
+_THOUGHT_MARKS = re.compile("</?think>")
 _PLACES = re.compile(r"\{(question|answer|response)\}")
 SHOWN = 400
 """Characters of a judge's reply in messages."""
@@ -98,6 +98,20 @@ def _shown(message: Message) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without what is in `<think>`; a thought ends at `</think>` or with
+    the text, and begins the text before a `</think>` whose beginning was in the prompt."""
+    said: list[str] = []
+    thinks, start = False, 0
+    for mark in _THOUGHT_MARKS.finditer(text):
+        if mark[0] == "</think>":
+            said, thinks, start = said if thinks else [], False, mark.end()
+        elif not thinks:
+            said.append(text[start : mark.start()])
+            thinks = True
+    return "".join([*said, "" if thinks else text[start:]])
 
 
 def parsed(text: str, pattern: str = "") -> float:

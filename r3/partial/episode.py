@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from r3.engine import Sampled, Transcript
-from r3.envs.runner import StateError
 from r3.rollout.episode import Call, EnvironmentEpisode, TokenSequence
 from r3.types import Prompt, Rollout
+from r3.user_code.calls import StateError
 
 
 @dataclass(kw_only=True, slots=True)

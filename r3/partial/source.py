@@ -211,7 +211,7 @@ class PartialSource(RolloutSource):
         """Close the environments of conversations that no step resumes; return their number."""
         dropped = [each for each in suspended if not any(each is other for other in kept)]
         for each in dropped:
-            self._task.conversation_setup.environment_calls.discard(each.environment)
+            self._task.conversation_setup.environments.discard(each.environment)
         return len(dropped)
 
     def _one_step(self, step: int, on_rollout: Callable[[], None]) -> Collected:

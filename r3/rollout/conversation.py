@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,11 +12,9 @@ from r3 import extras
 from r3.config import EnvConfig, model_problem
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling
-from r3.envs.chat import Chat
-from r3.envs.find import find, is_workflow
-from r3.envs.runner import Environments
-from r3.envs.tool_calls import MessageReader, built_in
-from r3.types import Message
+from r3.types import Message, Prompt
+from r3.user_code.calls import Step
+from r3.user_code.workers import Done
 
 # More characters per token that is left are taken not to fit, without counting their tokens: that
 # would take the engine's time. Tokens of text have three or four characters.
@@ -30,24 +28,84 @@ class EnvironmentFailed(RuntimeError):
     """Users' code failed and `env.on_error` is "stop". The message names the sample."""
 
 
+class OneTurn:
+    """Conversations that are the prompt and one response; reward functions score it.
+
+    Has what `Round` and `Episode` call of environments (`r3.envs.runner`) and workflows.
+
+    Attributes:
+        settings: `env.*`.
+        tools: JSON schemas for the chat template.
+        stop: strings that end a turn.
+        one_turn: whether every conversation is the prompt and one response.
+        is_workflow: whether users' code calls the model itself.
+        has_failed: whether a failure of a conversation was shown.
+    """
+
+    tools: Sequence[Any] = ()
+    one_turn, is_workflow, has_failed = True, False, False
+
+    def __init__(self, settings: EnvConfig) -> None:
+        self.settings, self.stop = settings, tuple(dict.fromkeys(settings.stop))
+        self._replies: list[Done] = []
+
+    @property
+    def outstanding(self) -> int:
+        """Replies that `poll` has not returned."""
+        return len(self._replies)
+
+    def open(self, key: int, prompt: Prompt) -> None:
+        """Begin a conversation."""
+        self._replies.append(Done(key, prompt.messages, None))
+
+    def send(self, key: int, message: Message) -> None:
+        """Take the response, which ends the conversation."""
+        self._replies.append(Done(key, Step((), None, True), None))
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        """Return the first messages of conversations, or their end."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def suspend(self, key: int) -> bytes:
+        """Return the state of a conversation that a later step resumes: there is none."""
+        return b""
+
+    def resume(self, key: int, state: bytes) -> None:
+        """Continue a conversation; R3 before 2026-12 wrote a state, which has nothing either."""
+
+    def discard(self, state: bytes) -> None:
+        """Nothing is open."""
+
+    def forget(self, key: int) -> None:
+        """Nothing is open."""
+
+    def close_all(self) -> None:
+        """Forget replies of a round that failed."""
+        self._replies.clear()
+
+    close = close_all
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversationSetup:
     """What conversations are made of.
 
     Attributes:
-        environments: one environment per conversation in flight, or one workflow.
+        environments: `OneTurn`, one environment per conversation in flight, or one workflow.
         tokenizer: the policy's.
         renderer: the policy's chat template; it knows what ends a turn.
-        chat: renders the messages that follow a message of the model. None if every conversation
-            is one turn, which needs no such template, and for workflows.
-        parser: reads tool calls and reasoning in messages of the model.
+        chat: renders the messages that follow a message of the model (`r3.envs.chat`). None if
+            every conversation is one turn, which needs no such template, and for workflows.
+        parser: reads tool calls and reasoning in messages of the model (`r3.envs.tool_calls`);
+            None if nobody reads them.
     """
 
     environments: Any
     tokenizer: Any
     renderer: Renderer
-    chat: Chat | None = None
-    parser: MessageReader = field(default_factory=lambda: MessageReader(built_in))
+    chat: Any = None
+    parser: Any = None
 
     @classmethod
     def of(
@@ -62,7 +120,6 @@ class ConversationSetup:
         Raises:
             ConfigError: the environment, the chat template or a parser cannot be used.
         """
-        found = find(settings)
         renderer = Renderer(tokenizer, template_kwargs)
         if header := renderer.missing_header():
             rule = (
@@ -71,18 +128,14 @@ class ConversationSetup:
             )
             fix = "use a chat template that writes it if add_generation_prompt is set"
             raise model_problem(model_path, rule, fix)
-        parser = MessageReader(built_in)
-        if settings.tool_parser or settings.reasoning_parser:
-            parser = extras.message_parser(settings, tokenizer, template_kwargs)
-        environments: Any
-        chat = None
-        if is_workflow(found):
-            environments = extras.workflows(settings, found)
-        else:
-            environments = Environments(settings)
-            if not environments.one_turn:
-                keep = settings.keep_reasoning
-                chat = Chat(renderer, model_path, environments.tools, keep_reasoning=keep)
+        environments: Any = OneTurn(settings)
+        chat = parser = None
+        if not settings.is_one_turn:
+            environments, chat, parser = extras.conversations(
+                settings, renderer, tokenizer, model_path, template_kwargs
+            )
+        elif settings.tool_parser or settings.reasoning_parser:
+            parser = extras.message_reader(settings, tokenizer, template_kwargs)
         return cls(
             environments=environments,
             tokenizer=tokenizer,
@@ -90,12 +143,6 @@ class ConversationSetup:
             chat=chat,
             parser=parser,
         )
-
-    @property
-    def environment_calls(self) -> Environments:
-        """The environments, where there is no workflow."""
-        assert isinstance(self.environments, Environments), "a workflow has no environments"
-        return self.environments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One sample of a prompt: its token sequences, and the calls of the model that extend them.
 
 An environment answers the model's messages, so its conversation is one sequence that grows at the
-end. A workflow calls the model itself and may begin several (`r3.agents.episode`).
+end. A workflow calls the model itself and may begin several (`r3.envs.episode`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
-from r3.envs.calls import Step
-from r3.envs.tool_calls import Parse, Parsed
 from r3.metrics.glossary import REFUSED
 from r3.rewards.scorer import RewardResult
 from r3.rollout.conversation import (
@@ -26,6 +24,7 @@ from r3.rollout.conversation import (
     readable_message,
 )
 from r3.types import Message, Prompt, Rollout, Sample
+from r3.user_code.calls import Step
 from r3.user_code.workers import Done
 
 # A call by its place: its number in the episode, after those of the forks that lead to it.
@@ -106,7 +105,7 @@ class Call:
     observed: Sequence[int]
     max_tokens: int
     sampling: Sampling
-    parse: Parse | None = None
+    parse: Callable[[str, Sequence[int]], Any] | None = None
     future: asyncio.Future[Said] | None = None
 
     @property
@@ -128,17 +127,21 @@ class Call:
         )
 
 
-Said = tuple[Sampled, str, Parsed]
+Said = tuple[Sampled, str, Any]
 """A message of the model: its sample, its text, and what was read in it."""
 
 
-def message_of(text: str, finish_reason: str, parsed: Parsed) -> dict[str, Any]:
-    """Return a message of the model as environments and workflows get it."""
+def message_of(text: str, finish_reason: str, parsed: Any) -> dict[str, Any]:
+    """Return a message of the model as environments and workflows get it.
+
+    Args:
+        parsed: calls and reasoning that a parser read in it; None without a parser.
+    """
     return {
         "role": "assistant",
         "content": text,
         "finish_reason": finish_reason,
-        **parsed.fields(),
+        **(parsed.fields() if parsed else {}),
     }
 
 
@@ -286,7 +289,7 @@ class EnvironmentEpisode(Episode):
     kind = "environment"
 
     def __post_init__(self) -> None:
-        self._environments = self.rules.setup.environment_calls
+        self._environments = self.rules.setup.environments
         self._turns_requested = 0
 
     def open(self) -> None:
@@ -298,7 +301,7 @@ class EnvironmentEpisode(Episode):
         try:
             if report.failure is not None:
                 self._end("error", f"{report.failure.kind}: {report.failure.text}")
-            elif isinstance(report.value, Step):
+            elif self.sequences:
                 self._continue(report.value)
             else:
                 self._begin(report.value)
@@ -314,8 +317,8 @@ class EnvironmentEpisode(Episode):
         text = self.rules.setup.renderer.message_text(tokens)
         # Dumps have tool calls as the model wrote them, in the content.
         sequence.messages.append({"role": "assistant", "content": text})
-        assert call.parse is not None, "environments get messages"
-        message = message_of(text, sampled.finish_reason, call.parse(text, tokens))
+        parsed = call.parse(text, tokens) if call.parse else None
+        message = message_of(text, sampled.finish_reason, parsed)
         self._environments.send(self.key, message)
 
     def _begin(self, messages: tuple[Message, ...]) -> None:
@@ -364,9 +367,10 @@ class EnvironmentEpisode(Episode):
         return min(sequence.room(observed), limit or sequence.max_tokens_total)
 
     def _next_turn(self, sequence: TokenSequence, observed: Sequence[int]) -> None:
-        rules = self.rules
+        rules, parser, parse = self.rules, self.rules.setup.parser, None
         try:
-            parse = rules.setup.parser(self.prompt.tools or self._environments.tools)
+            if parser:
+                parse = parser(self.prompt.tools or self._environments.tools)
         except ValueError as error:
             return self._end("error", f"its tools cannot be used by env.tool_parser: {error}")
         self.submit(

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from r3 import extras
 from r3.engine import Sampled, Turn
-from r3.envs.runner import Environments
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import RewardResult, Scorer
@@ -125,7 +124,7 @@ class Round:
             RewardError: a reward function failed and `reward.on_error` is "stop".
         """
         environments, scorer, calls = self._environments, self._scorer, self._calls
-        if not isinstance(environments, Environments) and (where := environments.blocked()):
+        if environments.is_workflow and (where := environments.blocked()):
             raise EnvironmentFailed(
                 f"a workflow blocked the event loop for {environments.settings.timeout_s:g} s "
                 f"(env.timeout_s), so that no episode could go on:\n{where}"
@@ -200,7 +199,7 @@ class Round:
         self, prompt: Prompt, group: int, sample_index: int, seed_origin: tuple[int, int]
     ) -> Any:
         kind: Any = EnvironmentEpisode
-        if not isinstance(self._environments, Environments):
+        if self._environments.is_workflow:
             kind = extras.workflow_episode()
         elif self._rules.token_budget:
             kind = extras.budgeted_episode()
@@ -335,7 +334,7 @@ class Round:
         if slots := sum(total for _, total in differing):  # routes that were requested twice
             different = float(sum(bad for bad, _ in differing))
             metrics["routing/overlap_differs"] = Mean(total=different, count=float(slots))
-        if not isinstance(self._environments, Environments):
+        if self._environments.is_workflow:
             calls = sum(each.num_calls for each in over)
             begun = sum(bool(each.calls) for each in sequences)
             metrics |= {

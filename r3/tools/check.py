@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
-from r3.envs.runner import Environments
-from r3.envs.tool_calls import Parsed
 from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.episode import message_of
@@ -90,13 +88,13 @@ def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
 
 
 def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") -> Iterator[str]:
-    if not isinstance(setup.environments, Environments):
+    if setup.environments.is_workflow:
         yield f"    {who}workflow: loaded, and not run, because it calls the model"
         return
     environments = setup.environments
     if environments.one_turn:
         return
-    message = message_of(prompt.answer, "stop", Parsed(content=prompt.answer, calls=[]))
+    message = {**message_of(prompt.answer, "stop", None), "tool_calls": []}
     sizes = environments.shared_sizes()
     try:
         environments.open(0, prompt)
@@ -122,7 +120,7 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
             )
 
 
-def _reply(environments: Environments, method: str, prompt: Prompt, who: str) -> tuple[Any, float]:
+def _reply(environments: Any, method: str, prompt: Prompt, who: str) -> tuple[Any, float]:
     """Return what a method returned that was called, and how long it took."""
     started = time.perf_counter()
     while not (replies := environments.poll(1.0)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from r3 import extras
 from r3.data.conversation import is_learned, tool_name
 from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
@@ -83,7 +84,11 @@ def call_lines(setup: ConversationSetup, tools: Sequence[Mapping[str, Any]]) -> 
         ends = [place for place, token in enumerate(tokens) if token in renderer.ends]
         tokens = tokens[: ends[-1] + 1] if ends else tokens
         written = renderer.message_text(tokens)
-        read = setup.parser(tools)(written, tokens).calls
+        # A run of one turn reads no calls.
+        parser = setup.parser or extras.message_reader(
+            setup.environments.settings, setup.tokenizer, {}
+        )
+        read = parser(tools)(written, tokens).calls
         if read != [call]:
             yield (
                 f"    note: the chat template writes the call {call} as {_short(written)}, and the "

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache
 from multiprocessing.connection import Connection
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from r3.runtime.process import die_with_parent
-from r3.types import Prompt
+from r3.types import Message, Prompt
 from r3.user_code.loading import as_named, load
 
 if TYPE_CHECKING:
@@ -59,6 +59,20 @@ class Failure:
     text: str
     again: bool = True
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of an environment returned, checked."""
+
+    messages: tuple[Message, ...]
+    reward: float | None
+    done: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class StateError(RuntimeError):
+    """An environment cannot be pickled, or its pickle not be read."""
 
 
 def own_copy(value: T) -> T:

@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--soak", type=int, default=0, metavar="N")
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=1, help="number of the first run of --soak and --kills")
+    parser.add_argument(
+        "--first", type=int, default=1, help="number of the first run of --soak and --kills"
+    )
     parser.add_argument("--minutes", type=float, default=120.0)
     given = parser.parse_args(argv)
     if given.list:
@@ -67,9 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _kills(count: int, seed: int, first: int, root: Path, until: float) -> int:
     try:
-        kills(
-            count, seed, root, first=first, until=until, say=lambda line: print(line, flush=True)
-        )
+        kills(count, seed, root, first=first, until=until, say=lambda line: print(line, flush=True))
     except Unexpected as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("
 
 # Extras: what a run can do without.
 EXTRAS = (
-    *("agents", "backends", "judges", "launch", "lora"),
+    *("backends", "envs", "judges", "launch", "lora"),
     *("objectives", "partial", "quantised", "tools"),
 )
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later
@@ -29,7 +29,7 @@ EXTRAS = (
 PACKAGES = [
     *["types", "models", "config", "assets", "configs", "algo", "runtime", "user_code", "data"],
     *["metrics", "routing"],
-    *["envs", "rewards", "checks", "cli", "engine", "layers", "policy", "rollout", "sync", "run"],
+    *["rewards", "checks", "cli", "engine", "layers", "policy", "rollout", "sync", "run"],
     *EXTRAS,
     *["report", "show", "watch", "rescore", "export", "doctor", "check_loss", "__main__"],
 ]
@@ -37,7 +37,7 @@ OWN = {"__version__", "names_of"}  # names of r3/__init__.py, which imports no p
 MAX_LOOSE_MODULES = 10  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py")
 MAY_IMPORT = {
-    "vllm": ("r3/engine/", "r3/agents/parsers.py", "r3/backends/cpu/"),
+    "vllm": ("r3/engine/", "r3/envs/parsers.py", "r3/backends/cpu/"),
     "megatron": (
         "r3/layers/",
         "r3/backends/",
@@ -55,7 +55,7 @@ HEAVY = {"torch", "vllm", "megatron", "transformers"}
 DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/tensors.py", "r3/backends/cpu/megatron.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
-    *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/", "r3/agents/"),
+    *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/"),
     *("r3/tools/own_algorithm.py", "r3/user_code/loading.py"),
     *("r3/user_code/calls.py", "r3/user_code/workers.py"),
 )

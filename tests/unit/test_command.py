@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets, checks
-from r3.agents import Command, Workflows
 from r3.config import EnvConfig
+from r3.envs import Command, Workflows
 from r3.rollout import EnvironmentFailed, RoundResult
 from tests.rounds import numbered, play_round
 from tests.sources import ROOT

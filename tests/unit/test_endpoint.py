@@ -17,9 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from r3 import assets, checks
-from r3.agents import Workflows, host_of, serve, token_bytes
 from r3.config import ConfigError, EnvConfig
-from r3.envs import Model
+from r3.envs import Model, Workflows, host_of, serve, token_bytes
 from r3.rollout import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
 from tests.errors import Capsys
@@ -502,7 +501,7 @@ def test_trained_calls_are_sampled_as_the_run_says(
         await chat(client, temperature=0.0, top_p=0.5)
         await chat(client, temperature=0.0)
 
-    monkeypatch.setattr("r3.agents.endpoint._WARNED", set())
+    monkeypatch.setattr("r3.envs.endpoint._WARNED", set())
     for rank, lines in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         played = play(agent)

@@ -302,7 +302,7 @@ def test_an_environment_shows_what_its_instances_have(
     env = {"path": f"{file}:{name}", "args": ("name=find_it",), "workers": workers}
     model = {"path": str(assets.TINY_MOE_TOOLS)}
     task = read_task(tiny_config(model=model, eval={"path": ()}, env=env))
-    environments = task.conversation_setup.environment_calls
+    environments = task.conversation_setup.environments
     first = task.prompts.prompts[0]
     assert "find_it" in task.tokenizer.decode(first.tokens_T)
     assert environments.stop == ("from init",)

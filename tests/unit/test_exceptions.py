@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from r3 import RunError, extras
-from r3.agents import ApiError
 from r3.config import ConfigError, Problem
 from r3.data import DataError, Fault, NotRendered, RowProblem
-from r3.envs import ModelLimit
+from r3.envs import ApiError, ModelLimit
 from r3.run import StoppedEarly
 from r3.user_code import CallError, CallTimeout
 from tests.world import ROOT

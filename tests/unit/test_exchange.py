@@ -13,9 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.agents import Workflows, checked_result
 from r3.config import AlgoConfig, EnvConfig, RewardConfig
-from r3.envs import Environments, checked_step
+from r3.envs import Environments, Workflows, checked_result, checked_step
 from r3.models.shape import ModelShape
 from r3.rewards import number
 from r3.rewards.scorer import make_scorer

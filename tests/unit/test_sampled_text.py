@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from r3 import extras
-from r3.agents import message_parser, sampling_faults
 from r3.config import EnvConfig, RewardConfig
 from r3.data import Renderer
 from r3.engine import Sampling
@@ -25,9 +24,11 @@ from r3.envs import (
     Parse,
     Parsed,
     built_in,
+    message_parser,
     read_json,
-    without_thoughts,
+    sampling_faults,
 )
+from r3.judges.chat import without_thoughts
 from r3.rewards import Score, checked_score, exact, gsm8k
 from r3.types import Prompt
 from r3.user_code import time_limit

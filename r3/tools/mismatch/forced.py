@@ -27,9 +27,9 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync import Residency, State
 from r3.sync.rollouts import PackingSpec, distribute
-from r3.tools.passes import share_out
 from r3.sync.weights import WeightStream, sync_weights
 from r3.tools.mismatch.parting import Forced, Parting
+from r3.tools.passes import share_out
 from r3.types import Batch, MicroBatch, Rollout
 
 

@@ -148,12 +148,12 @@ class Workflows:
         settings: `env.*`. `env.timeout_s` is the limit of an episode's own time (`OwnTime`).
         tools: JSON schemas for the chat template.
         stop: strings that end a message, from the class and `env.stop`.
-        one_turn: False, as an environment of several turns has it.
+        one_turn, is_workflow: see `r3.rollout.conversation.OneTurn`.
         has_failed: whether a failure of an episode was shown; the first one is.
         wake: put anything into it to end a wait of `poll`.
     """
 
-    one_turn = False
+    one_turn, is_workflow = False, True
 
     def __init__(self, settings: EnvConfig, found: type[Workflow]) -> None:
         """Take a class; the event loop starts with the first episode."""

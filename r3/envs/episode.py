@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from r3.agents.openai_api import token_bytes
-from r3.agents.workflows import OwnTime, Workflows
 from r3.data.conversation import MessageFault, half_character, read_message
 from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Sampling
+from r3.envs.openai_api import token_bytes
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
+from r3.envs.workflows import OwnTime, Workflows
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
     num_characters,
