@@ -46,11 +46,9 @@ def train(run: Session) -> None:
     source = None
     if config.train.objective != "sft":  # which learns rows: nothing is sampled
         source = rollout_source(run.engine, task, config, run.mesh)
-    if not run.opened.checkpoint:
-        if evaluate_if_due(run, 0):
-            meter.close_step(0)
-    elif source:
-        source.restore(run.opened.checkpoint)
+        run.checkpointer.attach(source, run.opened.checkpoint)
+    if not run.opened.checkpoint and evaluate_if_due(run, 0):
+        meter.close_step(0)
     saver = Saver(run)
     advantage = advantage_of(config.algo)
 
@@ -114,7 +112,7 @@ def train(run: Session) -> None:
         evaluate_if_due(run, step)
         # every captured route was replayed exactly once in each epoch
         reconcile(meter.close_step(step), epochs=config.train.epochs_per_step)
-        saver.after_step(step, source.state_files if source else dict)
+        saver.after_step(step)
         if step == saver.last_step:  # train.patience may end the run early
             break
 

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,21 @@ def train_step(
     train_on(policy, batches, passes, config, step=step, report=report)
 
 
+@dataclass
+class Part:
+    """A part of a run that has these files in checkpoints."""
+
+    files: Mapping[str, bytes]
+
+    def state_dict(self) -> Mapping[str, bytes]:
+        """The files."""
+        return self.files
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Take what the checkpoint has under their names."""
+        self.files = {name: state[name] for name in self.files}
+
+
 def save_checkpoint(
     folder: Path,
     policy: Policy,
@@ -119,9 +134,8 @@ def save_checkpoint(
 ) -> Path:
     """Save the state of a policy at once."""
     checkpointer = Checkpointer(folder, keep=keep, state=state)
-    return checkpointer.write(
-        checkpointer.copy(policy, device, mesh, step=step, files=files), mesh.world
-    )
+    checkpointer.attach(Part(files or {}))
+    return checkpointer.write(checkpointer.copy(policy, device, mesh, step=step), mesh.world)
 
 
 def same_state(one: Policy, other: Policy) -> bool:

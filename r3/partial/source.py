@@ -18,7 +18,6 @@ import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from r3.config import Config
@@ -102,27 +101,30 @@ def resumable(
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-def to_files(partial: PartialRollouts, engine: int, *, is_leader: bool) -> dict[str, bytes]:
-    """Return the checkpoint file of this rank's engine, a pickle; none without a token budget."""
+def state_dict(partial: PartialRollouts, engine: int, *, is_leader: bool) -> dict[str, bytes]:
+    """Return the file of this rank's engine by name, a pickle; none without a token budget."""
     if not is_leader or not partial.prompts_taken:
         return {}
     return {f"{_FILES}{engine:05d}.bin": pickle.dumps(partial)}
 
 
-def from_checkpoint(folder: Path, *, engine: int, engines: int, is_leader: bool) -> PartialRollouts:
-    """Read what this rank's engine continues with; nothing if the checkpoint has no such files.
+def from_state_dict(
+    state: Mapping[str, bytes], *, engine: int, engines: int, is_leader: bool
+) -> PartialRollouts:
+    """Return what this rank's engine continues with; nothing if the checkpoint has no such files.
 
     An engine reads its own file. If the checkpoint was written by another number of engines, the
     groups of all files are shared out.
 
     Args:
+        state: the files of a checkpoint by name.
         engine: number of this rank's engine among `engines`.
     """
-    files = sorted(folder.glob(f"{_FILES}*.bin"))
+    files = sorted(name for name in state if name.startswith(_FILES))
     if not files:
         return PartialRollouts()
     own = files[engine : engine + 1] if len(files) == engines else files
-    parts = [_read(file.read_bytes()) for file in own]
+    parts = [_read(state[name]) for name in own]
     if not is_leader:
         return PartialRollouts(prompts_taken=parts[0].prompts_taken)
     everything = PartialRollouts(
@@ -182,16 +184,16 @@ class PartialSource(RolloutSource):
         self._is_leader = engine.is_leader
         self._partial = PartialRollouts()
 
-    def state_files(self) -> dict[str, bytes]:
-        """Return checkpoint files of this rank: partial rollouts, or the place in the data."""
-        engine = self._mesh.engine_dp.rank
-        return super().state_files() | to_files(self._partial, engine, is_leader=self._is_leader)
+    def state_dict(self) -> dict[str, bytes]:
+        """Return files of this rank by name: partial rollouts, or the place in the data."""
+        own = state_dict(self._partial, self._mesh.engine_dp.rank, is_leader=self._is_leader)
+        return super().state_dict() | own
 
-    def restore(self, checkpoint: Path) -> None:
-        """Continue with the partial rollouts and the place in the data of a checkpoint folder."""
-        super().restore(checkpoint)
-        self._partial = from_checkpoint(
-            checkpoint,
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Continue with the partial rollouts and the place in the data of a checkpoint."""
+        super().load_state_dict(state)
+        self._partial = from_state_dict(
+            state,
             engine=self._mesh.engine_dp.rank,
             engines=self._mesh.engine_dp.size,
             is_leader=self._is_leader,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from r3 import extras
@@ -132,16 +131,16 @@ class RolloutSource:
             )
         return {"routing/constant_layers": Mean(float(len(found)), 1.0)}
 
-    def state_files(self) -> dict[str, bytes]:
-        """Return checkpoint files of this rank: the place in the data, with dynamic sampling."""
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the place in the data, with dynamic sampling, as a file of this rank by name."""
         if self._mesh.world.rank or not self._config.algo.dynamic_sampling:
             return {}
         return {_TAKEN: json.dumps({"prompts_taken": self._prompts_taken}).encode()}
 
-    def restore(self, checkpoint: Path) -> None:
-        """Continue from the place in the data of a checkpoint folder."""
-        if (file := checkpoint / _TAKEN).exists():
-            self._prompts_taken = int(json.loads(file.read_bytes())["prompts_taken"])
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Continue from the place in the data of a checkpoint: its files by name."""
+        if _TAKEN in state:
+            self._prompts_taken = int(json.loads(state[_TAKEN])["prompts_taken"])
 
     def _warn_without_signal(self, step: int, rewards: Sequence[Reward]) -> None:
         """Say once that a step had no signal, and again when it stays so."""

@@ -4,7 +4,7 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
-    checkpoint="KEYS PIECE UnsoundError gathered_state load",
+    checkpoint="CheckpointFiles KEYS PIECE UnsoundError gathered_state load",
     checkpointer="Checkpointer Copy SaveError",
     digests="digests_of",
     due="Saver export_last is_checkpoint_due",

@@ -72,7 +72,7 @@ def copied_state(
     sharded, common = _local_shards(state)
     make_room(sum(shard.data.nbytes for shard in _tensors(sharded)))
     _detach_from(policy, sharded)
-    files = {_random_file(device.rank): json.dumps(_random_state()).encode()}
+    files = RandomStates(device.rank).state_dict()
     if device.rank == 0:
         files |= _megatron_facts(common)
     return _for_torch(sharded), files
@@ -102,9 +102,7 @@ def load(
     with policy.memory.optimizer_on_device():
         _load_tensors(folder, facts, policy, mesh)
     policy.update_number = facts["update_number"]
-    randoms = folder / _random_file(device.rank)
-    if randoms.exists():
-        _set_random_state(json.loads(randoms.read_text()))
+    RandomStates(device.rank).load_state_dict(CheckpointFiles(folder))
 
 
 def load_weights(folder: Path, chunks: Sequence[Any], mesh: Mesh) -> None:
@@ -313,27 +311,53 @@ def _step_free_load() -> Iterator[None]:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
 
 
-def _random_file(rank: int) -> str:
-    return f"random_{rank:05d}.json"
+class CheckpointFiles(Mapping[str, bytes]):
+    """The files of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> bytes:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self._folder.iterdir())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-def _random_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    return {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "python": [version, list(internal), gauss_next],
-    }
+class RandomStates:
+    """The random generators of torch (CPU), numpy and Python of a rank."""
 
+    def __init__(self, rank: int) -> None:
+        self._name = f"random_{rank:05d}.json"
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    # JSON keeps floats bit for bit: Python writes the shortest text that reads back as the same.
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
-    name, keys, *others = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the states as a file by name."""
+        name, keys, position, has_gauss, gauss = np.random.get_state()
+        version, internal, gauss_next = random.getstate()
+        state = {
+            "torch": bytes(torch.get_rng_state().tolist()).hex(),
+            "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
+            "python": [version, list(internal), gauss_next],
+        }
+        return {self._name: json.dumps(state).encode()}
+
+    def load_state_dict(self, files: Mapping[str, bytes]) -> None:
+        """Set the generators, if this rank existed when the files of a checkpoint were written."""
+        if self._name not in files:
+            return
+        state = json.loads(files[self._name])
+        # JSON keeps floats bit for bit: Python writes the shortest text that reads back the same.
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+        name, keys, *others = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
+        version, internal, gauss_next = state["python"]
+        random.setstate((version, tuple(internal), gauss_next))
 
 
 def gathered_state(

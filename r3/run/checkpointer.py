@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed.checkpoint as dcp
 
 from r3.models.hf_checkpoint import replace_folder
 from r3.policy import Policy
 from r3.run import checkpoint
+from r3.run.checkpoint import CheckpointFiles
 from r3.run.folder import step_folders, sync_to_disk
 from r3.run.lock import RunLock
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
@@ -62,6 +63,16 @@ class Copy:
     started: float
 
 
+class Stateful(Protocol):
+    """A part of a run whose state is in every checkpoint."""
+
+    def state_dict(self) -> Mapping[str, bytes]:
+        """Return files of this rank, by names that no other rank and no other part uses."""
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Continue from the files of a checkpoint, those of all ranks and parts, by name."""
+
+
 class Checkpointer:
     """Saves checkpoints into a folder, one at a time: `with Checkpointer(...) as checkpointer:`.
 
@@ -84,6 +95,7 @@ class Checkpointer:
         lock: RunLock | None = None,
     ) -> None:
         self._folder, self._keep, self._state, self._lock = folder, keep, state, lock
+        self._parts: list[Stateful] = []
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="r3-checkpoint")
         self._work: Future[object] | None = None
 
@@ -94,6 +106,16 @@ class Checkpointer:
         if self._work is not None and kind is not KeyboardInterrupt:
             wait([self._work])
 
+    def attach(self, part: Stateful, checkpoint: Path | None = None) -> None:
+        """Have the state of a part in every checkpoint from now on.
+
+        Args:
+            checkpoint: that the run continues from, whose state the part takes.
+        """
+        self._parts.append(part)
+        if checkpoint:
+            part.load_state_dict(CheckpointFiles(checkpoint))
+
     def copy(
         self,
         policy: Policy,
@@ -103,7 +125,6 @@ class Checkpointer:
         step: int,
         values: Mapping[int, float] | None = None,
         evaluations: Sequence[Mapping[str, float]] = (),
-        files: Mapping[str, bytes] | None = None,
     ) -> Copy:
         """Copy the state after `step` steps to host memory, to be written while the run goes on.
 
@@ -113,7 +134,6 @@ class Checkpointer:
         Args:
             values: of the evaluations by step; the checkpoint of the highest is not deleted.
             evaluations: the same as rows of metrics, for `r3.json`.
-            files: further files of this rank, by names that no other rank gives.
 
         Raises:
             SaveError: on all ranks: the disk has no room or cannot be written.
@@ -124,11 +144,14 @@ class Checkpointer:
         shards, own_files = checkpoint.copied_state(
             policy, device, mesh, make_room=lambda size: self._make_room(step, size, mesh.world)
         )
+        parts = (each.state_dict().items() for each in self._parts)
         return Copy(
             step=step,
             shards=shards,
             files=own_files,
-            private=files or {},
+            private={
+                name: kept for each in self._parts for name, kept in each.state_dict().items()
+            },
             facts={
                 "step": step,
                 "update_number": policy.update_number,

@@ -1,4 +1,4 @@
-"""Digests of the files that a run depends on beyond its settings: `sources.json` in its folder.
+"""Digests of the files that a run depends on beyond its settings, kept in its `run.json`.
 
 A run that resumes compares them with what is there now. Changed rows, tokenizer, chat template or
 model folders are refused, unless `checkpoint.allow_changed` names them; users' files, held-out sets
@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
+from r3.run.state import RunState
 from r3.types import Prompt
 
 _PACKAGES = (
@@ -126,9 +128,12 @@ def users_files(config: Config) -> list[str]:
 
 
 def read_digests(run_dir: RunDir) -> Digests | None:
-    """Those of the run's last start; None if the file is missing or not as R3 wrote it."""
-    try:
-        groups = json.loads(run_dir.sources.read_bytes())
+    """Those of the run's last start; None if there are none, or this user may not read them."""
+    with suppress(ConfigError):
+        if (state := RunState.read(run_dir.path)) and state.digests is not None:
+            return state.digests
+    try:  # R3 before 2026-12 had a file for them
+        groups = json.loads((run_dir.path / "sources.json").read_bytes())
         return {group: dict(names) for group, names in groups.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
@@ -151,8 +156,8 @@ def require_same_digests(
     earlier = read_digests(run_dir)
     if earlier is None:
         return [
-            f"{run_dir.sources.name} is missing: data, tokenizer and models were not compared with "
-            "those that the run was started with"
+            "run.json has no digests: data, tokenizer and models were not compared with those that "
+            "the run was started with"
         ]
     changed = changed_since(earlier, now)
     shaping = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from r3.config import flatten
@@ -58,14 +57,11 @@ class Saver:
         elif 0 < run.steps_done < self.last_step:
             self._export_if_due(run.steps_done)
 
-    def after_step(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> None:
+    def after_step(self, step: int) -> None:
         """Save and export after `step` steps what is due. All ranks must call, in state TRAIN.
 
         If a disk is full or cannot be written, rank 0 prints it, and the next step tries again.
         The step's row of metrics must have been closed.
-
-        Args:
-            files: gives further files of this rank, by names that no other rank uses.
 
         Raises:
             SaveError: on all ranks: the last checkpoint of the run cannot be written.
@@ -86,7 +82,7 @@ class Saver:
         ):
             self._due = not self._is_written()
         if self._due:
-            self._save(step, files(), must=is_last or bool(signal_name))
+            self._save(step, must=is_last or bool(signal_name))
         if signal_name:
             raise StoppedEarly(step, signal_name)
         if not is_last:
@@ -121,7 +117,7 @@ class Saver:
             return False
         return True
 
-    def _save(self, step: int, files: Mapping[str, bytes], *, must: bool) -> None:
+    def _save(self, step: int, *, must: bool) -> None:
         run = self._run
         now = must or not self._beside
         try:
@@ -134,7 +130,6 @@ class Saver:
                     run.mesh,
                     step=step,
                     values=self._values,
-                    files=files,
                     evaluations=self._goal.rows(self._values),
                 )
                 if now:

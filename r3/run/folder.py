@@ -30,7 +30,6 @@ class RunDir:
         config: the resolved configuration.
         overrides: the settings that differ from the preset or file the run started from, and its
             name.
-        sources: digests of what shapes the run beside its settings (`r3.run.digests`).
         metrics: one object per step.
         tensorboard: event files.
         checkpoints: one folder per checkpoint.
@@ -44,7 +43,6 @@ class RunDir:
         self.path = path
         self.config = path / "config.yaml"
         self.overrides = path / "overrides.yaml"
-        self.sources = path / "sources.json"
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"

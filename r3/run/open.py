@@ -36,7 +36,6 @@ from r3.run.folder import (
     samples_after,
     step_folders,
     truncate_metrics,
-    write_json,
     write_text,
 )
 from r3.run.lock import RunLock, hold, unusable
@@ -49,10 +48,7 @@ if TYPE_CHECKING:
 _FRUITLESS_RESTARTS = 1
 _FAILURES_OF_A_STEP = 1  # the same failure twice is no accident
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-_ASIDE = (
-    *("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf"),
-    "sources.json",
-)
+_ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
 
 
 class ResumeError(ValueError):
@@ -146,8 +142,10 @@ def _open(
         write_text(run_dir.config, to_yaml(once))
         if overrides:
             write_text(run_dir.path / OVERRIDES, overrides)
-        if sources is not None:
-            write_json(run_dir.sources, digests or sources())
+        if state is not None and sources is not None:
+            state = replace(state, digests=digests or sources())
+            state.write(run_dir.path)
+            (run_dir.path / "sources.json").unlink(missing_ok=True)  # where digests were before
     return Opened(checkpoint=checkpoint, step=step, notes=tuple(notes), state=state)
 
 

@@ -1,4 +1,4 @@
-"""`run.json`, the state of a run beside its checkpoints: id, key that signs them, starts.
+"""`run.json`, the state of a run beside its checkpoints: id, key that signs them, starts, digests.
 
 The file is readable by its owner alone. Whoever can read the key can make a checkpoint whose
 pickled environments this run executes; whoever can only write to `checkpoints/` cannot.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ class RunState:
         failures: attempts in a row that ended in that step.
         place: the folder at the last start: its number on the disk, and its path.
         tracker: the id for experiment trackers; another one than `run_id` in a copied folder.
+        digests: of what shapes the run beside its settings, at the last start (`r3.run.digests`);
+            None if no start has compared any.
     """
 
     run_id: str
@@ -40,6 +43,7 @@ class RunState:
     failures: int = 0
     place: tuple[int, str] | None = None
     tracker: str = ""
+    digests: Mapping[str, Mapping[str, str]] | None = None
 
     @classmethod
     def new(cls, run_id: str = "") -> RunState:

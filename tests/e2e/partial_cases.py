@@ -17,10 +17,11 @@ from r3 import assets
 from r3.config import Config
 from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.partial import from_checkpoint
+from r3.partial import from_state_dict
 from r3.rewards.scorer import Scorer
 from r3.rollout import BudgetError, Collected, ConversationSetup, rollout_source
 from r3.routing import captured_rows
+from r3.run import CheckpointFiles
 from r3.runtime.device import Device
 from r3.sync import PackingSpec, distribute
 from r3.types import Rollout
@@ -102,10 +103,10 @@ class Stepper(Talker):
             if saved:
                 folder = saved / f"step_{step}"
                 folder.mkdir(parents=True)
-                for name, content in source.state_files().items():
+                for name, content in source.state_dict().items():
                     (folder / name).write_bytes(content)
                 source = rollout_source(self.engine, task, config, self.mesh)
-                source.restore(folder)
+                source.load_state_dict(CheckpointFiles(folder))
         task.conversation_setup.environments.close()
         return rounds
 
@@ -331,8 +332,9 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
 
     # The file of one engine, read by one and by two: every group is there once.
     folder = where / "single" / "step_2"
-    left = from_checkpoint(folder, engine=0, engines=1, is_leader=True)
-    parts = [from_checkpoint(folder, engine=i, engines=2, is_leader=True) for i in range(2)]
+    files = CheckpointFiles(folder)
+    left = from_state_dict(files, engine=0, engines=1, is_leader=True)
+    parts = [from_state_dict(files, engine=i, engines=2, is_leader=True) for i in range(2)]
     groups = [left.groups, *(part.groups for part in parts)]
 
     dropping = replace(

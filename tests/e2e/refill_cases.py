@@ -11,6 +11,7 @@ from r3.algo.advantage import advantages_of
 from r3.config import Config
 from r3.rewards.scorer import Scorer
 from r3.rollout import NoSignalError, RolloutSource
+from r3.run import CheckpointFiles
 from r3.runtime.device import Device
 from r3.tools import trained_samples
 from r3.types import Prompt, Rollout
@@ -80,9 +81,9 @@ def refills(device: Device) -> Refills:
         source = RolloutSource(talker.engine, task, config, talker.mesh)
         for step in wanted:
             if checkpoint and step == wanted[0] > 1:
-                source.restore(checkpoint)
+                source.load_state_dict(CheckpointFiles(checkpoint))
             elif checkpoint and step == wanted[-1]:
-                for name, content in source.state_files().items():
+                for name, content in source.state_dict().items():
                     (checkpoint / name).write_bytes(content)
             talker.engine.policy_version = step - 1
             samples, rewards, reported = source.collect(step)

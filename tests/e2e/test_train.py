@@ -203,7 +203,7 @@ def test_files_that_may_hold_texts_of_users_are_private(straight: Path) -> None:
     assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o600"}
     new = straight / "new"
     new.touch()
-    usual = [straight / "run.lock", straight / "sources.json", *(straight / "hf").rglob("*.*")]
+    usual = [straight / "run.lock", *(straight / "hf").rglob("*.*")]
     assert {path.stat().st_mode for path in usual if path.is_file()} == {new.stat().st_mode}
     new.unlink()
 

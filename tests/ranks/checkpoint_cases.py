@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3.config import Config, with_values
-from r3.partial import PartialRollouts, to_files
+from r3.partial import PartialRollouts, state_dict
 from r3.policy import Policy, chained
 from r3.run import (
     KEYS,
@@ -322,7 +322,7 @@ def suspended_conversations(
     """Resume from a checkpoint with pickled environments, as its own run and as another one."""
     run_dir, resumed = RunDir(out), {}
     writer = RunState.new("0123456789abcdef")
-    files = to_files(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
+    files = state_dict(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
     save_checkpoint(run_dir.checkpoints, policy, device, mesh, step=1, files=files, state=writer)
     for name, reader in {"own": writer, "other": RunState.new("0123456789abcdef")}.items():
         if device.rank == 0:

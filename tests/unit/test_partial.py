@@ -11,9 +11,16 @@ import pytest
 from r3.algo.packing import pack
 from r3.data import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
-from r3.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, source, to_files
+from r3.partial import (
+    PartialRollouts,
+    assign_engines,
+    from_state_dict,
+    resumable,
+    source,
+    state_dict,
+)
 from r3.routing import admit
-from r3.run import RunDir, RunState, damage_of, measure_durably, write_manifest
+from r3.run import CheckpointFiles, RunDir, RunState, damage_of, measure_durably, write_manifest
 from r3.runtime.mesh import Axis
 from r3.sync import send_samples
 from r3.tools import join_arrays, read_rollouts, rollout_facts, write_rollouts
@@ -91,13 +98,14 @@ def held(partial: PartialRollouts) -> list[Any]:
 
 
 def saved(folder: Path) -> Path:
-    for name, content in to_files(partial_rollouts(), 0, is_leader=True).items():
+    for name, content in state_dict(partial_rollouts(), 0, is_leader=True).items():
         (folder / name).write_bytes(content)
     return folder
 
 
 def restored(folder: Path, engine: int, engines: int, *, is_leader: bool = True) -> PartialRollouts:
-    return from_checkpoint(folder, engine=engine, engines=engines, is_leader=is_leader)
+    files = CheckpointFiles(folder)
+    return from_state_dict(files, engine=engine, engines=engines, is_leader=is_leader)
 
 
 def test_new_prompts_go_to_the_engines_with_the_fewest_groups() -> None:
@@ -157,11 +165,11 @@ def test_another_number_of_engines_shares_out_all_groups(tmp_path: Path) -> None
 
 def test_ranks_that_lead_no_engine_keep_no_rollouts(tmp_path: Path) -> None:
     assert restored(saved(tmp_path), 0, 1, is_leader=False) == PartialRollouts(prompts_taken=17)
-    assert to_files(partial_rollouts(), 0, is_leader=False) == {}
+    assert state_dict(partial_rollouts(), 0, is_leader=False) == {}
 
 
 def test_a_run_without_budget_writes_and_reads_no_file(tmp_path: Path) -> None:
-    assert to_files(PartialRollouts(), 0, is_leader=True) == {}
+    assert state_dict(PartialRollouts(), 0, is_leader=True) == {}
     assert restored(tmp_path / "none", 0, 1) == PartialRollouts()
     assert PartialRollouts().groups == []
 

@@ -148,14 +148,22 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def digests(place: Place) -> dict[str, dict[str, str]]:
+    """Those of the last start."""
+    found: dict[str, dict[str, str]] = json.loads((place.root / "run" / "run.json").read_text())[
+        "digests"
+    ]
+    return found
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_shapes_learning_is_refused_once(name: str, place: Place) -> None:
     change, message = CHANGES[name]
-    before = RunDir(place.root / "run").sources.read_text()
+    before = digests(place)
     change(place.root)
     with pytest.raises(ConfigError, match=f"config: 1 problem\n(.|\n)*{message}") as refused:
         place.start()
-    assert RunDir(place.root / "run").sources.read_text() == before
+    assert digests(place) == before
     (group,) = re.findall(r"allow_changed (\w+)", str(refused.value))
     with pytest.raises(ConfigError):  # the preflight says it, too
         place.start(writes=False)
@@ -181,11 +189,9 @@ def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
 
 def test_code_and_versions_are_noted_and_the_run_goes_on(place: Place) -> None:
     (place.root / "mine.py").write_text(REWARD.replace("1.0", "0.5"))
-    run_dir = RunDir(place.root / "run")
-    content = json.loads(run_dir.sources.read_text())
-    content["versions"]["torch"] = "1.0"
-    content["evaluation"] = {}
-    run_dir.sources.write_text(json.dumps(content))
+    change = {**digests(place), "evaluation": {}}
+    change["versions"] = {**change["versions"], "torch": "1.0"}
+    edit_json(place.root / "run" / "run.json", digests=change)
     _, note = place.start().notes
     also = f"held-out set heldout, torch 1.0 -> {torch.__version__}"
     assert note == f"changed since the last start: {place.root}/mine.py, {also}"
@@ -203,10 +209,22 @@ def test_files_written_anew_with_the_same_content_change_nothing(place: Place) -
 
 
 def test_a_run_of_an_older_version_resumes_with_a_note(place: Place) -> None:
-    (place.root / "run" / "sources.json").unlink()
+    edit_json(place.root / "run" / "run.json", digests=None)
     _, note = place.start().notes
-    assert note.startswith("sources.json is missing: data, tokenizer and models were not compared")
+    assert note.startswith("run.json has no digests: data, tokenizer and models were not compared")
     assert len(place.start().notes) == 1
+
+
+def test_digests_in_a_file_of_their_own_are_compared_and_taken_over(place: Place) -> None:
+    """R3 before 2026-12 wrote them to sources.json."""
+    run, before = place.root / "run", digests(place)
+    (run / "sources.json").write_text(json.dumps(before))
+    edit_json(run / "run.json", digests=None)
+    retrained(place.root / "model")
+    with pytest.raises(ConfigError, match="the starting model's weights changed"):
+        place.start()
+    place.start("weights")
+    assert digests(place)["data"] == before["data"] and not (run / "sources.json").exists()
 
 
 def test_samples_of_steps_that_are_made_again_are_dropped(place: Place) -> None:
