@@ -11,6 +11,7 @@ from r3.rollout.conversation import (
     ConversationRules,
     ConversationSetup,
     EnvironmentFailed,
+    OneTurn,
     readable_message,
 )
 from r3.rollout.heldout import accuracy_metrics, is_graded, none_right, pass_at_k, readable

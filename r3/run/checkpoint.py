@@ -324,7 +324,7 @@ class CheckpointFiles(Mapping[str, bytes]):
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return (path.name for path in self._folder.iterdir())
+        return (path.name for path in self._folder.glob("*"))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

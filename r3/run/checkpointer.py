@@ -144,7 +144,6 @@ class Checkpointer:
         shards, own_files = checkpoint.copied_state(
             policy, device, mesh, make_room=lambda size: self._make_room(step, size, mesh.world)
         )
-        parts = (each.state_dict().items() for each in self._parts)
         return Copy(
             step=step,
             shards=shards,

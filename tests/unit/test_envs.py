@@ -25,7 +25,7 @@ from r3.envs import (
     checked_step,
     parsed_calls,
 )
-from r3.rollout import read_task, readable_message
+from r3.rollout import OneTurn, read_task, readable_message
 from tests.environments import collect, prompt, said
 from tests.settings import found_in_files
 from tests.tiny import tiny_config
@@ -458,8 +458,15 @@ def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
 
 
 def test_default_environment_is_one_turn() -> None:
-    environments = Environments(EnvConfig(stop=("a",)))
+    environments = OneTurn(EnvConfig(stop=("a",)))
     assert environments.one_turn and environments.stop == ("a",)
+    environments.open(0, prompt())
+    assert environments.outstanding
+    (opened,) = environments.poll()
+    assert opened.value == prompt().messages and not environments.outstanding
+    environments.send(0, said("2"))
+    (ended,) = environments.poll()
+    assert ended.value.done and ended.value.reward is None and not ended.value.messages
 
 
 def test_a_message_readable_message_is_plain_json() -> None:
