@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from r3.data.conversation import read_json
 from r3.envs.openai_api import (
     MODEL_ENTRY,
     ApiError,
@@ -36,7 +37,6 @@ from r3.envs.openai_api import (
     tokens_reply,
     tokens_request,
 )
-from r3.data.conversation import read_json
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 from r3.runtime.terminal import say
 
