@@ -26,14 +26,15 @@ help: ## this list
 setup: ## create or refresh .venv with the CPU stack (a minute and a half; at once when nothing changed)
 	@tools/setup_env.sh
 
+# PYTHON is the interpreter that .venv is made with; launch/local.sh would run with it.
 demo: setup ## train the embedded model on this CPU
-	launch/local.sh tiny
+	@PYTHON= launch/local.sh tiny
 	@echo "next       $(PY) -m r3.show runs/tiny      read samples"
 	@echo "           $(PY) -m r3.report runs/tiny    charts, report.html"
 	@echo "           make compare                         the same run without replay"
 
 compare: demo ## train the demo once more without replay; both runs on one page, runs/compare.html
-	launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off
+	@PYTHON= launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off
 	$(PY) -m r3.report runs/tiny runs/tiny-off -o runs/compare.html
 
 # For tests alone, and beside the packages: vLLM's CPU build takes another path where it can import Triton.

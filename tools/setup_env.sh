@@ -48,7 +48,12 @@ choose_lock() {
 }
 
 if new_enough "$py"; then
-  if [ -n "${PYTHON:-}" ] && new_enough "$PYTHON" && [ "$(version_of "$PYTHON")" != "$(version_of "$py")" ]; then
+  if [ -n "${PYTHON:-}" ] && ! new_enough "$PYTHON"; then
+    echo "setup: PYTHON=$PYTHON does not run, or is older than 3.11. $venv has Python $(version_of "$py"):" \
+      "leave PYTHON out to use it" >&2
+    exit 1
+  fi
+  if [ -n "${PYTHON:-}" ] && [ "$(version_of "$PYTHON")" != "$(version_of "$py")" ]; then
     echo "setup: PYTHON=$PYTHON is Python $(version_of "$PYTHON"), and $venv has Python $(version_of "$py")." \
       "Move $venv away, or leave PYTHON out" >&2
     exit 1
