@@ -1,6 +1,7 @@
 """A real vLLM engine and a real Megatron policy on every rank, and what the engine samples."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def engine_from_disk(
 
     With sleep mode, vLLM allows one engine per process on GPUs.
     """
+    shape = replace(task.shape, source=config.model.path)
     engine = Engine(
-        config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len, from_disk=True
+        config, device, shape, task.tokenizer, max_model_len=task.max_model_len, from_disk=True
     )
     engine.wake("weights")
     engine.wake("kv_cache")

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from r3.config import Config
+if TYPE_CHECKING:  # the watcher imports this module in a Python without packages
+    from r3.config import Config
 
 _STEP = re.compile(r"step_(\d{6,})")
 

@@ -117,7 +117,7 @@ def _attempt(
                 run.meter.add({METRIC: Mean(values[step], 1.0)})
             run.meter.close_step(step)
             made.append(step)
-            saver.after_step(step, dict)
+            saver.after_step(step)
             if step in (saver.last_step, stops_after):
                 break
         if made[-1:] != [stops_after]:
