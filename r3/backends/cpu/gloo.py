@@ -27,12 +27,17 @@ def share_gloo_thread() -> None:
     first: dict[int, Any] = {}  # by process: a device does not survive a fork
 
     def init(
-        self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = timedelta(minutes=30),
+        **more: Any,  # of torch 2.14
     ) -> None:
         if not isinstance(timeout, timedelta):  # explicit gloo options
-            plain(self, store, rank, size, timeout)
+            plain(self, store, rank, size, timeout, **more)
         elif os.getpid() not in first:
-            plain(self, store, rank, size, timeout=timeout)
+            plain(self, store, rank, size, timeout=timeout, **more)
             first[os.getpid()] = self.options
         else:
             made = first[os.getpid()]
@@ -40,7 +45,7 @@ def share_gloo_thread() -> None:
             shared._devices = made._devices  # several, if GLOO_SOCKET_IFNAME has several
             shared._threads = made._threads
             shared._timeout = timeout
-            plain(self, store, rank, size, shared)
+            plain(self, store, rank, size, shared, **more)
 
     # The class itself stays: torch tests with isinstance what a group consists of.
     dist.ProcessGroupGloo.__init__ = init
