@@ -473,8 +473,11 @@ class Server:
             def log_message(self, format: str, *args: Any) -> None:
                 """Says nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        class Listening(ThreadingHTTPServer):
+            request_queue_size = 128  # requests come together: beyond it, connections are reset
+            daemon_threads = True
+
+        self._server = Listening(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
