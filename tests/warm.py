@@ -205,6 +205,10 @@ def _run_for(connection: socket.socket) -> NoReturn:
     pid = os.fork()
     if not pid:
         connection.close()
+        if torch := sys.modules.get("torch"):
+            # The first call after a fork makes torch's pool of threads anew. Two threads that make
+            # it together meet a pool that is not there ("Invalid thread pool").
+            torch.set_num_threads(torch.get_num_threads())
         _be(job, descriptors)
     # Readable: the program has ended, or its stand-in has.
     ready, _, _ = select.select([ended := os.pidfd_open(pid), connection], [], [])
