@@ -19,6 +19,7 @@ from r3.run import ENDS_RANK, RunDir, Watchdog, hold, write_json
 from tests.world import ROOT
 
 STALL_S = 0.2
+QUIET: dict[str, Any] = {"capture_output": True, "text": True}
 HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
 
 
@@ -50,6 +51,14 @@ def said(tmp_path: Path) -> Iterator[Said]:
     file = Said(tmp_path / "said")
     yield file
     os.close(file.descriptor)
+
+
+def test_the_watcher_starts_in_a_python_without_packages() -> None:
+    """It would die unseen otherwise, and nothing would report a stall."""
+    words = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {{}}"
+    for module, starts in (("r3.tools.beside.watcher", True), ("r3.config", False)):
+        bare = subprocess.run([sys.executable, "-IS", "-c", words.format(module)], **QUIET)
+        assert (bare.returncode == 0) == starts, bare.stderr
 
 
 def test_a_stall_is_reported_with_rank_phase_and_stacks(said: Said) -> None:
