@@ -50,13 +50,63 @@ def capturing(*, is_cuda: bool) -> Iterator[None]:
         Runner.initialize_kv_cache = original
 
 
-class RouteTable:
-    """What the routers of a model runner chose, by KV slot: [slots + 1, L, K].
+class SlotTable:
+    """Expert ids by KV slot, [slots + 1, L, K], on the device of the buffer of slots.
 
     The last row takes what passes that are padded choose for no token.
+    """
+
+    def __init__(
+        self, layers: int, topk: int, *, blocks: int, block_size: int, slots_N: torch.Tensor
+    ) -> None:
+        """Make a table in which all rows are missing.
+
+        Args:
+            blocks: of the KV cache, of block_size slots each.
+            slots_N: the buffer that has the slots of a pass's tokens when a router writes.
+        """
+        shape = (blocks * block_size + 1, layers, topk)
+        self._rows = torch.full(shape, MISSING, dtype=torch.int16, device=slots_N.device)
+        self._by_block = self._rows[:-1].view(-1, block_size, layers, topk)
+        self._slots_N = slots_N
+        self.block_size = block_size
+
+    def write(self, index: int, chosen_NK: torch.Tensor) -> None:
+        """Put the choices of one layer for the tokens of a pass to their slots."""
+        rows_SK = self._rows[:, index]
+        slots_N = self._slots_N[: len(chosen_NK)].remainder(len(rows_SK))  # padding has slot -1
+        rows_SK.index_copy_(0, slots_N.long(), chosen_NK.to(rows_SK.dtype))
+
+    def empty(self, blocks: Sequence[int]) -> None:
+        """Forget what blocks of the KV cache held."""
+        self._by_block[self._on_device(blocks)] = MISSING
+
+    def read(self, blocks: Sequence[int], first: int, last: int) -> np.ndarray:
+        """Return the rows [last - first, L, K] of a conversation's tokens from first to last - 1.
+
+        Args:
+            blocks: all blocks of the conversation, in their order.
+        """
+        if first == last:  # of a request that waits, which may have no blocks
+            return self._rows[:0].cpu().numpy()
+        size = self.block_size
+        start, end = first // size, -(-last // size)
+        assert end <= len(blocks), (
+            f"{len(blocks)} blocks of {size} tokens cannot hold the routes of {last} tokens"
+        )
+        rows = self._by_block[self._on_device(blocks[start:end])].flatten(0, 1)
+        return rows[first - start * size : last - start * size].cpu().numpy()
+
+    def _on_device(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self._rows.device)
+
+
+class RouteTable(SlotTable):
+    """What the routers of a model runner chose.
 
     Attributes:
         layers: numbers of the MoE layers, ascending.
+        group: of the KV cache, whose slots the rows have.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -72,47 +122,24 @@ class RouteTable:
         full = [i for i, each in enumerate(groups) if _keeps_all(each.kv_cache_spec)]
         assert full, "no group of this engine's KV cache keeps all tokens of a conversation"
         self.group = full[0]
-        self.block_size = groups[self.group].kv_cache_spec.block_size
-        slots = runner.kv_cache_config.num_blocks * self.block_size
-        (topk,) = {router.top_k for router in routers.values()}
-        shape = (slots + 1, len(self.layers), topk)
-        self._rows = torch.full(shape, MISSING, dtype=torch.int16, device=runner.device)
-        self._by_block = self._rows[:-1].view(-1, self.block_size, *shape[1:])
         self._runner, self._batch = runner, runner.input_batch
-        self._slots_N = self._batch.block_table[self.group].slot_mapping.gpu
+        (topk,) = {router.top_k for router in routers.values()}
+        super().__init__(
+            len(self.layers),
+            topk,
+            blocks=runner.kv_cache_config.num_blocks,
+            block_size=groups[self.group].kv_cache_spec.block_size,
+            slots_N=self._batch.block_table[self.group].slot_mapping.gpu,
+        )
         for index, layer in enumerate(self.layers):
-            routers[layer].set_capture_fn(partial(self._write, self._rows[:, index]))
-
-    def _write(self, rows_SK: torch.Tensor, chosen_NK: torch.Tensor) -> None:
-        """Put the choices of one layer for the tokens of a pass to their slots."""
-        slots_N = self._slots_N[: len(chosen_NK)].remainder(len(rows_SK))  # padding has slot -1
-        rows_SK.index_copy_(0, slots_N.long(), chosen_NK.to(rows_SK.dtype))
-
-    def empty(self, blocks: Sequence[int]) -> None:
-        """Forget what blocks of the KV cache held."""
-        self._by_block[self._on_device(blocks)] = MISSING
+            routers[layer].set_capture_fn(partial(self.write, index))
 
     def read(self, blocks: Sequence[int], first: int, last: int) -> np.ndarray:
-        """Return the rows [last - first, L, K] of a conversation's tokens from first to last - 1.
-
-        Args:
-            blocks: all blocks of the conversation, in their order.
-        """
+        """As in a `SlotTable`, of the input batch that the table was made for."""
         assert self._runner.input_batch is self._batch, (
             "vLLM replaced its input batch: routes were stored by the slots of the old one"
         )
-        if first == last:  # of a request that waits, which may have no blocks
-            return self._rows[:0].cpu().numpy()
-        size = self.block_size
-        start, end = first // size, -(-last // size)
-        assert end <= len(blocks), (
-            f"{len(blocks)} blocks of {size} tokens cannot hold the routes of {last} tokens"
-        )
-        rows = self._by_block[self._on_device(blocks[start:end])].flatten(0, 1)
-        return rows[first - start * size : last - start * size].cpu().numpy()
-
-    def _on_device(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._rows.device)
+        return super().read(blocks, first, last)
 
 
 def _keeps_all(spec: Any) -> bool:

@@ -20,6 +20,7 @@ from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
+from r3.engine.route_slots import SlotTable
 from r3.judges import Batches
 from r3.layers import LocalTokens, local_tokens
 from r3.models import Experts
@@ -266,6 +267,35 @@ def waits_of_a_layer(path: str, kinds: list[str]) -> dict[str, list[str]]:
                 tap.load(tokens.routes_NLK[:, -1], tokens.captured_N, rows=tokens.num_captured)
                 last.mlp(hidden.requires_grad_())[0].sum().backward()
             found[kind] = waits.found
+    return found
+
+
+def capture(graph: int = 8) -> dict[str, Any]:
+    """A pass of the hook that captures routes, as inside a CUDA graph of `graph` tokens."""
+    found: dict[str, Any] = {}
+    with fake_world(topk=2):
+        slots_N = torch.zeros(64, dtype=torch.int64, device="cuda")
+        table = SlotTable(3, 2, blocks=4, block_size=16, slots_N=slots_N)
+        chosen_NK = torch.zeros(graph, 2, dtype=torch.int32, device="cuda")
+        with Waits() as waits:
+            for layer in range(3):
+                table.write(layer, chosen_NK)
+        found["waits of a write"] = waits.found
+        with Waits() as waits:
+            table.read([0, 1], 3, 20)
+        found["waits of a read"] = waits.found
+        table.empty([1, 2])
+        wrong = {
+            "choices on the host": chosen_NK.cpu(),
+            "more tokens than slots": torch.zeros(65, 2, dtype=torch.int32, device="cuda"),
+            "another number of experts": torch.zeros(graph, 3, dtype=torch.int32, device="cuda"),
+        }
+        for name, choices in wrong.items():
+            try:
+                table.write(0, choices)
+                found[name] = "none"
+            except (RuntimeError, IndexError) as error:
+                found[name] = str(error)
     return found
 
 

@@ -142,6 +142,13 @@ def test_ranks_that_are_stages(two_layers: str, rank: int) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=rank, parallel={"pp": 2})
 
 
+def test_capture_writes_inside_a_graph_and_waits_only_when_it_reads() -> None:
+    found = rehearse(cases.capture)
+    assert found.pop("waits of a write") == []
+    assert found.pop("waits of a read")
+    assert found and all(error != "none" for error in found.values()), found
+
+
 def test_mistakes_are_found(two_layers: str, tmp_path: Path) -> None:
     # 36 numbers of bfloat16 are no multiple of 16 bytes.
     sizes = dict(moe_intermediate_size=36, num_experts=4, num_experts_per_tok=2)
