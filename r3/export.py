@@ -141,7 +141,11 @@ def _changed(
 ) -> list[Problem]:
     """Parts of the starting model that are not those the run was trained with."""
     earlier = read_digests(run_dir)
-    if earlier is None:  # the file is lost
+    if earlier is None:
+        say(
+            f"note: {run_dir.path / 'run.json'} is lost or of another user: config, tokenizer and "
+            f"chat template of {source} were not compared with those that the run was started with"
+        )
         return []
     now = of_model(small_files, tokenizer.chat_template, weights=source if config.uses_lora else "")
     changed = changed_since(earlier, now)

@@ -152,11 +152,15 @@ def test_export_scores_the_same_in_transformers(straight: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: Path) -> None:
-    command = [interpreter(), "-m", "r3.export", str(straight), "--to"]
-    for step, to in ((6, tmp_path / "six"), (4, tmp_path / "four")):
-        words = [*command, str(to), "--step", str(step)]
+    lost = tmp_path / "lost"
+    shutil.copytree(straight, lost, symlinks=True)
+    (lost / "run.json").unlink()
+    for run_dir, step, to in ((straight, 6, tmp_path / "six"), (lost, 4, tmp_path / "four")):
+        words = [interpreter(), "-m", "r3.export", str(run_dir), "--to", str(to)]
+        words += ["--step", str(step)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert ("were not compared" in done.stdout) == (run_dir == lost)
     own, same, earlier = (
         load_file(folder / "model-00001.safetensors")
         for folder in (straight / "hf" / "step_000006", tmp_path / "six", tmp_path / "four")
