@@ -173,7 +173,9 @@ def test_sparse_attention_is_plain_up_to_index_topk_and_refused_beyond(tmp_path:
     whole, same, sparse = logits(128), logits(40), logits(12)
     assert torch.equal(whole, same), "the indexers have no part in it"
     # Control: what is refused is another attention, after the tokens that it sees whole.
-    assert torch.equal(whole[:12], sparse[:12]) and (whole - sparse)[12:].abs().max() > 1e-2
+    # Before them float32 rounding alone: attention with a mask may take another kernel.
+    parts = (whole - sparse).abs()
+    assert parts[:12].max() < 1e-5 and parts[12:].max() > 1e-2
 
 
 def test_windows_and_biased_experts_are_not_divided(tmp_path: Path) -> None:
