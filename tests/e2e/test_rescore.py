@@ -198,9 +198,8 @@ def test_engine_decodes_the_dump_again(
     assert rows_of(done.stdout)["replay"] == pytest.approx(one_rank["replay"], rel=ROUNDING)
     line = r"engine now against the dump    mean \|D\| (\S+), same experts in (\S+)%"
     found = re.search(line, done.stdout)
-    # Bit for bit on most CPUs. Where the kernel of a product depends on its rows (AMX), bfloat16
-    # rounds otherwise in another batch: less than between engine and policy, 2e-3.
-    assert found and float(found[1]) < 2e-3 and float(found[2]) > 99, done.stdout[-4000:]
+    # 0 on the processors before; 3.6e-9 on one with AMX, cause not known: float32 rounding at most.
+    assert found and float(found[1]) < 1e-7 and found[2] == "100.00", done.stdout[-4000:]
     assert "finding     engine and policy differ by rounding alone" in done.stdout
     later = run_dir / "later"
     done = torchrun(1, "-m", "r3.export", str(run_dir), "--step", "3", "--to", str(later))
