@@ -86,7 +86,7 @@ lock: setup ## resolve requirements/cpu.in into both locks; LOCK_ARGS=--upgrade 
 
 # Wheels only, as on a cluster without compilers. llguidance, which vLLM needs, asks for glibc 2.31.
 resolve: setup ## resolve the GPU stack for each supported vLLM and Python (needs the network)
-	@set -e; for vllm in 0.30.0 0.26.0; do for python in 3.12 3.11; do \
+	@set -e; for vllm in 0.32.0 0.30.0 0.26.0; do for python in 3.12 3.11; do \
 	  printf 'vllm %s, Python %s: ' $$vllm $$python; \
 	  echo "vllm==$$vllm" | $(UV) pip compile pyproject.toml - --extra gpu --extra dev --quiet \
 	    --only-binary :all: --no-header --no-annotate --python-version $$python \

@@ -27,7 +27,7 @@ annotated-types anthropic apache-tvm-ffi astor blake3 cachetools cbor2 compresse
 docstring-parser fastapi fastapi-cli googleapis-common-protos httpcore2 httptools httpx2 ijson
 interegular jiter jmespath jsonschema jsonschema-specifications lark llguidance lm-format-enforcer
 loguru mcp mcp-types megatron-core mistral-common model-hosting-container-standards msgspec openai
-openai-harmony opentelemetry-api opentelemetry-exporter-http-transport opentelemetry-exporter-otlp
+opentelemetry-api opentelemetry-exporter-http-transport opentelemetry-exporter-otlp
 opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc
 opentelemetry-exporter-otlp-proto-http opentelemetry-proto opentelemetry-sdk
 opentelemetry-semantic-conventions opentelemetry-semantic-conventions-ai outlines-core
@@ -37,7 +37,7 @@ referencing rich-toolkit rpds-py setproctitle sniffio sse-starlette starlette tr
 typing-inspection uvicorn watchfiles websockets xgrammar
 """
 """Of the lock: what a machine with torch, transformers and the usual tools does not have."""
-NOT_LOCKED = ("nvtx==0.2.17",)  # vLLM's CUDA build imports it
+NOT_LOCKED = ("nvtx==0.2.17", "openai-harmony==0.0.8")  # vLLM 0.26's CUDA build imports them
 UNUSED = (  # FlashAttention 2 (Hopper runs 3), code for other GPUs, parts of a server
     "vllm_flash_attn/_vllm_fa2_C.abi3.so",
     *("vllm-rs", "entrypoints/serve/instrumentator/static", "third_party/fmha_sm100"),

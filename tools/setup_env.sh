@@ -96,6 +96,11 @@ for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
   [ -f "$info/INSTALLER" ] || rm -rf "$info"
 done
 
+# oss-harmony (from vLLM 0.32 on) has the files of openai-harmony: uv, removing that, would take them along.
+if compgen -G "$venv/lib/python3.*/site-packages/openai_harmony-*.dist-info" >/dev/null; then
+  "$py" -m pip uninstall -qq --yes openai-harmony
+fi
+
 # uv needs less than half of pip's time. It reads no settings of pip: these say where packages are.
 settings=$("$py" -m pip config list | "$py" tools/uv_settings.py)
 for_uv=()

@@ -350,7 +350,7 @@ def require_architecture(architecture: str) -> None:
 
     if architecture not in ModelRegistry.get_supported_archs():
         raise EngineConfigError(
-            f"vLLM {__version__} has no {architecture}: install vLLM 0.30, or train without an "
+            f"vLLM {__version__} has no {architecture}: install vLLM 0.32, or train without an "
             "engine (SFT)"
         )
 

@@ -165,7 +165,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The last step as the trainer takes it.
+    """A step with old rollouts as the trainer takes it.
 
     Attributes:
         old, marked: rollouts that an older version began, and those without a current token.
@@ -364,10 +364,14 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
 
 
 def trained(stepper: Stepper, config: Config) -> Trained:
-    """Distribute the last of all steps, whose rollouts are of several policy versions."""
-    rounds = stepper.steps(config)
-    samples = rounds[-1][0]
-    current = STEPS - 1
+    """Distribute the last step with rollouts that an older policy version began."""
+    by_version = dict(enumerate(samples for samples, _, _ in stepper.steps(config)))
+    current = max(
+        version
+        for version, samples in by_version.items()
+        if any(each.rollout.policy_version < version for each in samples)
+    )
+    samples = by_version[current]
     (batch,), _ = distribute(
         samples,
         stepper.mesh,
