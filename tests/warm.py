@@ -225,6 +225,8 @@ def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the program of a job."""
     from tests.forked_ranks import run_program
 
+    pid_file = job["environment"].pop(PID_FILE, "")  # programs that this one starts have others
+
     def begin() -> None:
         os.setsid()
         for number, descriptor in enumerate(descriptors):
@@ -232,8 +234,8 @@ def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
             os.close(descriptor)
         if place := job["environment"].get(PLACE):
             _enter(place)
-        if file := job["environment"].get(PID_FILE):
-            Path(file).write_text(f"{os.getpid()}\n")
+        if pid_file:
+            Path(pid_file).write_text(f"{os.getpid()}\n")
         _read_again(job["environment"])
         os.chdir(job["folder"])
         sys.executable = job["executable"]

@@ -1,4 +1,8 @@
-"""Kills at random moments of runs of several kinds; one more start must finish each bit for bit."""
+"""Kills at random moments of runs of several kinds; one more start must finish each bit for bit.
+
+Where the phases of a run are comes from the undisturbed run of its kind, so that a kill meets the
+phase that was drawn. A kill counts if it ended the run; one that came too late is drawn again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import os
 import random
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,7 +22,6 @@ from tests.faults.attempts import (
     STEPS,
     Attempt,
     Unexpected,
-    finish,
     launch,
     require_equal,
     rows_written,
@@ -41,7 +44,23 @@ KINDS = {
 }
 # What the phase of the rank begins with; "" is any moment, also of the start.
 MOMENTS = ("", "checkpoint of ", "export to ", "evaluate", "sync", "train")
-_LONGEST_S = 0.5  # between the beginning of a phase and the kill
+_TICK_S = 0.001  # the shortest phases, of a sync, take some tens of milliseconds
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A phase of a rank: after how many rows of metrics it began, and how long it took."""
+
+    name: str
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Undisturbed:
+    folder: Path
+    phases: tuple[list[_Phase], list[_Phase]]  # of both ranks
+    seconds: float
 
 
 def kills(
@@ -53,67 +72,132 @@ def kills(
     until: float,
     say: Callable[[str], None],
 ) -> int:
-    """Kill `count` runs from number `first` on, fewer if the time ends; returns how many.
+    """Start runs from number `first` on until kills ended `count`; fewer if the time is over.
+
+    Returns:
+        How many kills ended a run.
 
     Raises:
         Unexpected: a run that was started once more did not finish, or has other weights or rows.
     """
-    straight: dict[str, tuple[Path, float]] = {}
-    struck: Counter[str] = Counter()
-    made = 0
-    for number in range(first, first + count):
-        if time.monotonic() > until:
-            break
+    straight: dict[str, _Undisturbed] = {}
+    struck, number = 0, first
+    say("| run | setting | killed in | SIGKILL to | starts | equal |\n|---|---|---|---|---|---|")
+    while struck < count and time.monotonic() < until:
         chance = random.Random(f"{seed}/{number}")
         kind, moment = chance.choice(list(KINDS)), chance.choice(MOMENTS)
         if kind not in straight:
-            began = time.monotonic()
-            finish(root / kind, *KINDS[kind], base=_BASE)
-            straight[kind] = root / kind, time.monotonic() - began
+            straight[kind] = _undisturbed(root / kind, kind)
         folder = root / f"kill_{number:03d}"
-        attempt = launch(folder, *KINDS[kind], base=_BASE)
-        phase = _kill(attempt, moment, chance, straight[kind][1])
-        if attempt.end():
-            finish(folder, *KINDS[kind], base=_BASE)
+        attempt = launch(folder, *KINDS[kind], base=_BASE, is_warm=True)
+        killed = _kill(attempt, moment, chance, straight[kind])
         try:
-            require_equal(folder, straight[kind][0])
+            if attempt.end():
+                struck += bool(killed)
+                _finish(folder, kind)
+            else:
+                killed = None
+            require_equal(folder, straight[kind].folder)
         except Unexpected as error:
-            raise Unexpected(f"run {number} ({kind}), killed in {phase!r}: {error}") from None
+            raise Unexpected(f"run {number} ({kind}), killed in {killed}: {error}") from None
         attempt.require_gone()
         shutil.rmtree(folder)
-        made += 1
-        struck[f"{kind}, {moment.strip() or 'anywhere'}" if phase else "too late"] += 1
-        say(f"run {number:2d}: {kind}, killed in {phase or 'no phase: it had ended'}")
-    say(
-        f"{made} of {count} runs (seed {seed}) finished bit for bit after one more start: "
-        + ", ".join(f"{number} x {what}" for what, number in sorted(struck.items()))
-    )
-    return made
+        line = f"{' | '.join(killed)} | 2 | yes" if killed else "too late, not counted | | 1 | yes"
+        say(f"| {number} | {kind} | {line} |")
+        number += 1
+    runs = f"runs {first} to {number - 1}, seed {seed}"
+    say(f"\n{struck} kills of {count} ({runs}): all runs bit-equal")
+    return struck
 
 
-def _kill(attempt: Attempt, moment: str, chance: random.Random, duration_s: float) -> str:
-    """Kill a rank or the launcher at a moment; returns the rank's phase, "" if it had ended."""
+def _undisturbed(folder: Path, kind: str) -> _Undisturbed:
+    """A run without a kill, and the phases of its ranks."""
+    began = time.monotonic()
+    attempt = launch(folder, *KINDS[kind], base=_BASE, is_warm=True)
+    ranks = _Beats(attempt, 0), _Beats(attempt, 1)
+    now = [(rank.phase(), 0, time.monotonic()) for rank in ranks]
+    phases: tuple[list[_Phase], list[_Phase]] = [], []
+    with suppress(Unexpected):  # it ends then
+        while True:
+            for number, rank in enumerate(ranks):
+                name, rows, since = now[number]
+                if (new := rank.phase()) != name:
+                    phases[number].append(_Phase(name, rows, time.monotonic() - since))
+                    now[number] = new, rows_written(folder), time.monotonic()
+            time.sleep(_TICK_S)
+    _require_end(attempt)
+    return _Undisturbed(folder, phases, time.monotonic() - began)
+
+
+def _finish(folder: Path, kind: str) -> None:
+    _require_end(launch(folder, *KINDS[kind], base=_BASE, is_warm=True))
+
+
+def _require_end(attempt: Attempt) -> None:
+    if code := attempt.end():
+        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
+
+
+def _kill(
+    attempt: Attempt, moment: str, chance: random.Random, straight: _Undisturbed
+) -> tuple[str, str] | None:
+    """Kill a rank or the launcher at a moment.
+
+    Returns:
+        The phase of the rank and who was killed; None if the run had ended before.
+    """
     number, target = chance.randrange(2), chance.choice(("rank", "launcher"))
-    later_s = chance.uniform(0.0, _LONGEST_S if moment else duration_s)
-    rows = chance.randrange(STEPS) if moment else 0
-    with suppress(psutil.NoSuchProcess, Unexpected, OSError):
+    with suppress(psutil.NoSuchProcess, Unexpected):
         if moment:
-            attempt.wait_for_rows(rows)
-            rank = attempt.rank(number)
-            attempt.wait_for(moment, lambda: _phase_of(rank.pid).startswith(moment))
-        time.sleep(later_s)
-        rank = attempt.rank(number)
-        phase = _phase_of(rank.pid) or "the start"
-        (rank if target == "rank" else attempt.launcher).kill()
-        return f"{phase} of rank {number}, after {rows_written(attempt.folder)} rows"
-    return ""
+            own = straight.phases[number]
+            phase = chance.choice([each for each in own if each.name.startswith(moment)])
+            later_s = chance.uniform(0.0, phase.seconds)
+            beats = _Beats(attempt, number)
+            while beats.phase() != phase.name or rows_written(attempt.folder) < phase.rows:
+                time.sleep(_TICK_S)
+            time.sleep(later_s)
+        else:
+            time.sleep(chance.uniform(0.0, straight.seconds))
+            beats = _Beats(attempt, number)
+        victim = beats.rank if target == "rank" else attempt.launcher
+        name = beats.phase()
+        victim.kill()
+        where = f"{name}, rank {number}, after {rows_written(attempt.folder)} rows"
+        return where, f"rank {number}" if target == "rank" else "the launcher"
+    return None
 
 
-def _phase_of(rank: int) -> str:
-    """The phase of a rank, from the memory in which it beats for its watcher; "" before that."""
-    with suppress(OSError, ValueError):
-        for file in Path(f"/proc/{rank}/fd").iterdir():
-            if "memfd:r3-beats" in os.readlink(file):
-                beat = json.loads(file.read_bytes().partition(b"\n")[0])
-                return str(beat["phase"])
-    return ""
+class _Beats:
+    """What a rank says about its progress, in the memory that its watcher reads."""
+
+    def __init__(self, attempt: Attempt, number: int) -> None:
+        self._attempt = attempt
+        self._file = -1
+        while self._file < 0:
+            with suppress(psutil.NoSuchProcess, OSError, Unexpected):
+                self.rank = attempt.rank(number)
+                for file in Path(f"/proc/{self.rank.pid}/fd").iterdir():
+                    if "memfd:r3-beats" in os.readlink(file):
+                        self._file = os.open(file, os.O_RDONLY)
+                        break
+            self._require_run()
+            time.sleep(20 * _TICK_S)
+
+    def phase(self) -> str:
+        """The rank's phase.
+
+        Raises:
+            Unexpected: the run has ended.
+        """
+        self._require_run()
+        line = os.pread(self._file, 4096, 0).partition(b"\n")[0]
+        phase = str(json.loads(line)["phase"]) if line else "start"
+        return phase.replace(f"{self._attempt.folder}/", "")
+
+    def _require_run(self) -> None:
+        if self._attempt.process.poll() is not None:
+            raise Unexpected("the run has ended")
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
