@@ -112,8 +112,8 @@ def kills(
 
 def _undisturbed(folder: Path, kind: str) -> _Undisturbed:
     """A run without a kill, and the phases of its ranks."""
-    began = time.monotonic()
     attempt = launch(folder, *KINDS[kind], base=_BASE, is_warm=True)
+    began = time.monotonic()
     ranks = _Beats(attempt, 0), _Beats(attempt, 1)
     now = [(rank.phase(), 0, time.monotonic()) for rank in ranks]
     phases: tuple[list[_Phase], list[_Phase]] = [], []
