@@ -42,7 +42,11 @@ class Judged:
 
 
 class Watched(Scorer):
-    """Records when conversations ended and when they had their reward."""
+    """Records when conversations ended and when they had their reward.
+
+    Whoever asks for results waits for the first one, however slow the machine is: it comes before
+    the round has ended only if conversations are submitted and asked for as they end.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         super().__init__(scorer.components, on_error=scorer.on_error)
@@ -57,7 +61,7 @@ class Watched(Scorer):
         super().submit(key, rollout, prompt, environment_reward=environment_reward)
 
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
-        reward_results = super().poll(timeout_s)
+        reward_results = super().poll(timeout_s if self.judged else 60.0)
         self.judged |= {reward_result.key: time.monotonic() for reward_result in reward_results}
         return reward_results
 

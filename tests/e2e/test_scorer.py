@@ -136,7 +136,6 @@ def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Judged]
     for name in ("slow", "model"):
         assert rounds[name].judged == 32
         overlap, seconds = rounds[name].overlap, rounds[name].seconds
-        # A busy machine may be slow to score: that any overlaps is what is claimed.
         assert overlap >= 1, f"{name}: {overlap} of 32, in a round of {seconds:.1f} s"
 
 
