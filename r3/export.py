@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> Order:
     if not (run_dir.config.exists() and saved):
         what = "checkpoint" if run_dir.config.exists() else "config.yaml"
         fix = "give the folder of a run that has saved a checkpoint"
-        raise ConfigError([Problem("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)])
+        raise ConfigError.of("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)
     config = settings_of(run_dir)
     best = run_dir.checkpoints / "best"
     names = {None: max(saved)} | {str(step): step for step in saved}

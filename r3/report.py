@@ -14,18 +14,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from r3.errors import Fault
 from r3.run.folder import write_text
 from r3.runtime.terminal import own_streams, say
 from r3.tools.report.page import Limits, page_data, render
-from r3.tools.view.runs import ViewError
 
 
 def plotly_source() -> str:
-    """Plotly's script; raises ViewError when the package is not installed."""
+    """Plotly's script; raises Fault when the package is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
-        raise ViewError(
+        raise Fault(
             "plotly is not installed, and the charts need it. Install it with: pip install plotly"
         ) from None
     return str(get_plotlyjs())
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = Limits(steps=tuple(words.steps), samples=words.samples, tokens=words.tokens)
     try:
         page = render(page_data(words.run_dirs, limits), plotly_source())
-    except ViewError as error:
+    except Fault as error:
         say(f"r3.report: {error}", error=True)
         raise SystemExit(2) from None
     write_text(words.output, page)

@@ -142,7 +142,7 @@ def parse(argv: Sequence[str]) -> Order:
         config = settings_of(run_dir)
     except OSError:
         rule, fix = "there is no config.yaml to read", "give the folder of a run"
-        raise ConfigError([Problem("RUN_DIR", str(words.run_dir), rule, fix)]) from None
+        raise ConfigError.of("RUN_DIR", str(words.run_dir), rule, fix) from None
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
@@ -170,7 +170,7 @@ def parse(argv: Sequence[str]) -> Order:
     if weights:
         config = with_values(config, weights.settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems += [p for p in validate.problems(config, world_size) if p.field.startswith(matters)]
+    problems += [p for p in validate.problems(config, world_size) if p.place.startswith(matters)]
     parallel = config.parallel
     whole = {"--save": words.save, "--engine": words.engine is not None}
     for flag in (flag for flag, given in whole.items() if given):

@@ -18,8 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from r3.errors import Fault
 from r3.runtime.terminal import own_streams, say, visible
-from r3.tools.view.runs import Kind, ViewError, dumped_steps, read_samples
+from r3.tools.view.runs import Kind, dumped_steps, read_samples
 from r3.tools.view.samples import Sample
 from r3.tools.view.terminal import conversation
 
@@ -56,17 +57,17 @@ def chosen(
     """A heading, and lists of samples under their titles; `notes` gets what cannot be read.
 
     Raises:
-        ViewError: a step, a set or a prompt is not there.
+        Fault: a step, a set or a prompt is not there.
     """
     for name in ("best", "worst"):
         if (count := getattr(words, name)) is not None and count < 0:
-            raise ViewError(f"--{name} {count}: must be >= 0. Give the number of samples to show")
+            raise Fault(f"--{name} {count}: must be >= 0. Give the number of samples to show")
     kind: Kind = "eval" if words.eval else "train"
     steps = dumped_steps(words.run_dir, kind)
     step = words.step if words.step is not None else (steps[-1] if steps else 0)
     sets = read_samples(words.run_dir, kind, step, notes)
     if words.set and words.set not in sets:
-        raise ViewError(
+        raise Fault(
             f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
         )
     samples = (
@@ -98,7 +99,7 @@ def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
     if not found:
         groups = sorted({sample.group for sample in samples})
         example = samples[0].prompt_id
-        raise ViewError(
+        raise Fault(
             f"--group {group}: no such prompt in this dump. Give a group number from {groups[0]} "
             f"to {groups[-1]} or a prompt id such as {example}"
         )
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         notes: list[str] = []
         heading, parts = chosen(words, notes)
-    except ViewError as error:
+    except Fault as error:
         say(f"r3.show: {error}", error=True)
         raise SystemExit(2) from None
     console = Console(width=words.width, highlight=False)

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3.errors import Explained
+
 if TYPE_CHECKING:
     # For annotations only: worker processes import prompts without importing torch.
     import torch
@@ -322,5 +324,5 @@ class Update:
     lr: float
 
 
-class RouteError(RuntimeError):
+class RouteError(Explained):
     """Routes must not be replayed: incomplete, illegal, of other tokens or of other weights."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from r3.errors import Fault
 from r3.runtime.terminal import own_streams, say
-from r3.tools.view.runs import RunFacts, ViewError, read_run
+from r3.tools.view.runs import RunFacts, read_run
 from r3.tools.view.watch import read_heartbeats, screen
 
 
@@ -42,11 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
         if not words.every > 0:
-            raise ViewError(
-                f"--every {words.every:g}: must be > 0. Give the seconds between two looks"
-            )
+            raise Fault(f"--every {words.every:g}: must be > 0. Give the seconds between two looks")
         facts = read_run(words.run_dir)
-    except ViewError as error:
+    except Fault as error:
         say(f"r3.watch: {error}", error=True)
         raise SystemExit(2) from None
     console = Console(highlight=False)

@@ -21,11 +21,11 @@ def changed(values: dict[str, Any], config: Config = TINY) -> Config:
 def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
     """Return field -> message of each problem of `tiny` with some fields changed."""
     problems = checks.problems(changed(values), world_size)
-    return {problem.field: str(problem) for problem in problems}
+    return {problem.place: str(problem) for problem in problems}
 
 
 def found_in_files(values: dict[str, Any]) -> dict[str, str]:
     """Return field -> message of each problem of the users' files that the settings name."""
     problems: list[Problem] = []
     checks.load_files(changed(values), problems)
-    return {problem.field: str(problem) for problem in problems}
+    return {problem.place: str(problem) for problem in problems}

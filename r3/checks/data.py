@@ -94,9 +94,9 @@ def _check_rows(
             name,
             f"{problem.rule}; so it is in all {count} rows",
             problem.fix,
-            value=f"{path}:{problem.field}",
+            value=f"{path}:{problem.column}",
         )
-        bad = [each for each in bad if (each.field, each.rule) != (problem.field, problem.rule)]
+        bad = [each for each in bad if (each.column, each.rule) != (problem.column, problem.rule)]
     for problem in bad[:_SHOWN_ROWS]:
         found.add(name, problem.rule, problem.fix, value=problem.where)
     if len(bad) > _SHOWN_ROWS:
@@ -111,8 +111,8 @@ def _check_rows(
 def _faults_of_every_row(bad: Sequence[RowProblem]) -> list[tuple[RowProblem, int]]:
     """Faults that all of several rows have, with the number of rows; `bad` is of rows that fail."""
     lines = len({problem.line for problem in bad})
-    counts = Counter((problem.field, problem.rule) for problem in bad)
-    first = {(problem.field, problem.rule): problem for problem in reversed(bad)}
+    counts = Counter((problem.column, problem.rule) for problem in bad)
+    first = {(problem.column, problem.rule): problem for problem in reversed(bad)}
     return [(first[fault], lines) for fault, count in counts.items() if count == lines > 1]
 
 

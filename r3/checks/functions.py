@@ -29,7 +29,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         return []
     from r3.rewards import own_functions  # numpy comes with it
 
-    known = {(each.field, str(each.value)) for each in problems}
+    known = {(each.place, str(each.value)) for each in problems}
     arguments = {"algo.args", "env.args", "reward.args"}.intersection(field for field, _ in known)
     config = with_values(config, dict.fromkeys(arguments, ()))  # they cannot be read
     notes: list[str] = []
@@ -40,9 +40,9 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
             load()
         except ConfigError as error:
             for each in error.problems:
-                renamed = replace(each, field=(fields or {}).get(str(each.value), each.field))
+                renamed = replace(each, place=(fields or {}).get(str(each.value), each.place))
                 spec = str(each.value)
-                if not known & {(renamed.field, spec), (renamed.field, spec.rpartition(":")[0])}:
+                if not known & {(renamed.place, spec), (renamed.place, spec.rpartition(":")[0])}:
                     problems.append(renamed)
 
     def load_rewards() -> None:
@@ -55,7 +55,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
                     f"{budget} suspends some of them"
                 )
                 fix = "score one response, def f(response, prompt), or set the budget to 0"
-                raise ConfigError([Problem("reward.function", spec, rule, fix)])
+                raise ConfigError.of("reward.function", spec, rule, fix)
 
     if config.trains:
         collect(lambda: functions_of_algorithm(config.algo))

@@ -9,8 +9,9 @@ from pathlib import Path
 from r3 import extras
 from r3.config import Config
 from r3.config.check import Findings
+from r3.errors import Problem
 from r3.models.files import AbsentWeightsError, checkpoint_faults
-from r3.models.hub import HubError, command, is_hub
+from r3.models.hub import command, is_hub
 from r3.models.shape import ModelShape, ShapeError
 from r3.models.tensors import frozen_tensors
 from r3.user_code.loading import path_fix
@@ -29,9 +30,8 @@ def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> N
     if shape and config.train.freeze:
         try:
             frozen_tensors(shape, config.train.freeze)
-        except ValueError as error:
-            value, rule, fix = error.args
-            found.add("train.freeze", rule, fix, value=value)
+        except Problem as error:
+            found.add("train.freeze", error.rule, error.fix, value=error.value)
 
 
 def check_model(config: Config, found: Findings) -> ModelShape | None:
@@ -42,7 +42,7 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         return None
     try:
         folder = local_folder(path)
-    except HubError as error:
+    except ShapeError as error:
         found.add("model.path", error.rule, error.fix)
         return None
     if folder is None:
@@ -122,7 +122,7 @@ def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:
         try:
             rule = extras.downloads().weights_note(path) or rule
             fix = f"a start downloads them; `hf download {command(path)}` does it before"
-        except HubError as refused:
+        except ShapeError as refused:
             rule, fix, absent = refused.rule, refused.fix, False
     found.add(name, rule, fix, value=path, is_missing=absent)
 
@@ -131,7 +131,7 @@ def local_folder(path: str) -> Path | None:
     """The folder of a model; None if there is none. Small files of the hub are downloaded.
 
     Raises:
-        HubError: the hub does not give them.
+        ShapeError: the hub does not give them.
     """
     if is_hub(path):
         return Path(extras.downloads().fetch_small(path))

@@ -137,7 +137,7 @@ def find_base(word: str) -> Base:
         near = difflib.get_close_matches(word, PRESETS, n=2)
         known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
         fix = f"did you mean {' or '.join(near)}? It must be {known}" if near else known
-        raise ConfigError([Problem("PRESET", word, "there is no such preset", fix)])
+        raise ConfigError.of("PRESET", word, "there is no such preset", fix)
     return Base(name=word, root=word, root_config=PRESETS[word](), log_dir=f"runs/{word}")
 
 
@@ -152,7 +152,7 @@ def base_of_run(folder: str) -> Base:
     except (OSError, UnicodeDecodeError):
         fix = "give the folder of a run, such as runs/tiny"
         rule = "there is no config.yaml to read"
-        raise ConfigError([Problem("--from", folder, rule, fix)]) from None
+        raise ConfigError.of("--from", folder, rule, fix) from None
     # The folder is the run, even if it was moved after it wrote its config.
     config = with_values(config, {"log.dir": folder})
     try:
@@ -183,17 +183,17 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     """Settings of a YAML file; `inside` are the files whose base it is."""
     if path.resolve() in inside:
         rule = "names itself as its base, through the files in between"
-        raise ConfigError([Problem("base", str(path), rule, "name a preset")])
+        raise ConfigError.of("base", str(path), rule, "name a preset")
     notes, places = list[str](), dict[str, str]()
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"), str(path), notes, places)
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
-        raise ConfigError([Problem("PRESET", str(path), rule, path_fix(path))]) from None
+        raise ConfigError.of("PRESET", str(path), rule, path_fix(path)) from None
     word = tree.pop(_ROOT, "")
     if not isinstance(word, str):
         fix = "write base: tiny"
-        raise ConfigError([Problem("base", word, f"{path}: must be text", fix)])
+        raise ConfigError.of("base", word, f"{path}: must be text", fix)
     problems: list[Problem] = []
     try:
         word = filled_in(word)
@@ -211,7 +211,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     try:
         values = values_of(tree, notes)
     except ConfigError as error:
-        problems += [replace(each, origin=places.get(each.field, "")) for each in error.problems]
+        problems += [replace(each, origin=places.get(each.place, "")) for each in error.problems]
     if problems:
         raise ConfigError(problems)
     # runs/a/overrides.yaml and runs/b/overrides.yaml start two different runs.
@@ -239,7 +239,7 @@ def _from_python_file(word: str) -> tuple[Config, str]:
     path, _, name = word.rpartition(":")
 
     def refused(rule: str, fix: str) -> ConfigError:
-        return ConfigError([Problem("PRESET", word, rule, fix)])
+        return ConfigError.of("PRESET", word, rule, fix)
 
     if not Path(path).is_file():
         raise refused("there is no such file", "give path/to/file.py:function")
@@ -282,7 +282,7 @@ def placed(
     Returns:
         The config, and a note or "".
     """
-    at_fault = {problem.field for problem in problems}
+    at_fault = {problem.place for problem in problems}
     if "log.dir" in at_fault:
         return config, ""
     try:

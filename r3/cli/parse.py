@@ -38,7 +38,7 @@ from r3.config import (
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.data.sources import ReadsRows, read_rows
-from r3.models.hub import HubError, is_hub
+from r3.models.hub import ShapeError, is_hub
 from r3.models.shape import ModelShape
 from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, is_leader, start_command
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     problems += limits
     if not dry_run:
         for each in filter(_is_download, problems if check else ()):
-            _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
+            _say(f"note: {each.place} {each.value}: {each.rule}. A start downloads them")
         problems = [each for each in problems if not _is_download(each)]
     is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
     plans = dry_run or (check and not is_launched)
@@ -286,9 +286,9 @@ def _examine(
     found = list(report.problems)
     if loads:
         report = replace(report, warnings=(*report.warnings, *load_files(config, found)))
-    at_fault = {problem.field for problem in problems}  # these fields still have the base's value
+    at_fault = {problem.place for problem in problems}  # these fields still have the base's value
     for problem in found:
-        name, setting = problem.field, SETTINGS.get(problem.field)
+        name, setting = problem.place, SETTINGS.get(problem.place)
         if name in at_fault:
             continue
         if name not in names:
@@ -297,7 +297,7 @@ def _examine(
         if name not in given and setting and flatten(config)[name] != setting.default:
             flag = f"--{name} {as_typed(setting.default) or repr('')}"
             after = report_on(with_values(config, {name: setting.default})).problems
-            if flag not in problem.fix and name not in {each.field for each in after}:
+            if flag not in problem.fix and name not in {each.place for each in after}:
                 problem = replace(problem, fix=f"{problem.fix}; or add {flag}")
         problems.append(problem)
     fix = "give it again; what your code reads from the environment needs no setting"
@@ -306,7 +306,7 @@ def _examine(
         for name, value in flatten(config).items()
         if HIDDEN in str(value)
     ]
-    absent = [each for each in problems if _is_download(each) and each.field in fetched]
+    absent = [each for each in problems if _is_download(each) and each.place in fetched]
     if absent and all(map(_is_download, problems)):
         problems[:] = _downloaded(absent)
         return _examine(config, base, names, world_size, problems, loads=loads)
@@ -328,8 +328,8 @@ def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
     for each in absent:
         try:
             extras.downloads().fetch_weights(str(each.value), say)
-        except HubError as error:
-            return [Problem(each.field, each.value, error.rule, error.fix)]
+        except ShapeError as error:
+            return [Problem(each.place, each.value, error.rule, error.fix)]
     return []
 
 
@@ -347,7 +347,7 @@ def _base(words: Words, problems: list[Problem]) -> Base | None:
             for name, value in words.flags.items():
                 if isinstance(value, tuple) and value[-1] in PRESETS:
                     known = f"write {value[-1]} in front of --{name}, a list that ends at a flag"
-            raise ConfigError([Problem("PRESET", "", "no preset is named", known)])
+            raise ConfigError.of("PRESET", "", "no preset is named", known)
         first, *more = words.bases
         problems += [
             Problem("PRESET", word, "is neither a flag nor a flag's value", "leave it out")
@@ -387,7 +387,7 @@ def _plan_for(words: Words, config: Config, base: Base, problems: list[Problem])
     given = {*words.flags, *base.values}
     single = replace(config, parallel=Config().parallel)
     report = examine(single, world_size, _known_shape(config), given)
-    problems += [each for each in report.problems if not each.field.startswith(_SEARCHED)]
+    problems += [each for each in report.problems if not each.place.startswith(_SEARCHED)]
     if len(problems) > len(_needs(base, problems)) or report.shape is None:
         _leave(2, str(ConfigError(problems)))
     fits, text = extras.planner().plan_for(config, report.shape, world_size, device_gib)
@@ -404,12 +404,12 @@ def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
         for problem in problems
         if problem.is_missing
         or (
-            problem.field in named
-            and problem.field in ("model.path", "data.path", "eval.path")
+            problem.place in named
+            and problem.place in ("model.path", "data.path", "eval.path")
             and problem.value
-            in (value if isinstance(value := named[problem.field], tuple) else (value,))
+            in (value if isinstance(value := named[problem.place], tuple) else (value,))
             and not Path(str(problem.value)).exists()
-            and (problem.field != "model.path" or problem.value in KNOWN_SHAPES)
+            and (problem.place != "model.path" or problem.value in KNOWN_SHAPES)
         )
     ]
 

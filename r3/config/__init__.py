@@ -1,7 +1,7 @@
 """Settings of a run: the fields with their rules, problems with them, and YAML.
 
 `r3.checks.problems(config, world_size)` lists everything that is wrong with a config at once,
-each with field, value, rule and fix, before any device is touched. Presets are in `configs/`.
+each with place, value, rule and fix, before any device is touched. Presets are in `configs/`.
 Imports nothing heavy.
 """
 
@@ -9,8 +9,6 @@ from r3.config.arguments import argument_value, keyword_arguments
 from r3.config.effect import Around, conditions, doubtful, without_effect
 from r3.config.fields import (
     HIDDEN,
-    ConfigError,
-    Problem,
     Setting,
     as_typed,
     key_problems,
@@ -59,3 +57,4 @@ from r3.config.settings import (
     with_values,
 )
 from r3.config.train import ADVANTAGES, LOSSES, OF_OBJECTIVE, AlgoConfig, ReplayConfig, TrainConfig
+from r3.errors import ConfigError, Problem

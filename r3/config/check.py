@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 from r3.config.arguments import names_of
-from r3.config.fields import Problem, as_typed, shown
+from r3.config.fields import as_typed, shown
 from r3.config.rollout import EnvConfig
 from r3.config.run import EvalSet
 from r3.config.settings import Config, flatten
 from r3.config.train import ADVANTAGES, OF_OBJECTIVE
+from r3.errors import Problem
 
 
 class Findings:
@@ -34,7 +35,7 @@ class Findings:
 
     def sound(self, *names: str) -> bool:
         """Whether none of these settings has a problem yet."""
-        return not any(problem.field in names for problem in self.problems)
+        return not any(problem.place in names for problem in self.problems)
 
 
 def check_objective(config: Config, found: Findings) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from r3.config.arguments import arguments_fault
+from r3.errors import Problem
 
 # vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
 TEMPERATURES = {"ge": 0.01, "le": 2.0}
@@ -32,44 +33,6 @@ TYPES = {
 ALWAYS = " "  # it needs nothing of what its section needs
 # 11 days: clocks, sockets and collectives take no number of seconds.
 LONGEST_S = 1_000_000
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a config.
-
-    Attributes:
-        field: full name of the setting, or the flag.
-        value: its value.
-        rule: the rule that the value breaks.
-        fix: what to do.
-        origin: the preset, or file and line, that set the value, if no flag did.
-        is_missing: a file is not there yet, which a run needs and a plan does not.
-    """
-
-    field: str
-    value: object
-    rule: str
-    fix: str
-    origin: str = ""
-    is_missing: bool = False
-
-    def __str__(self) -> str:
-        origin = f" (set by {self.origin})" if self.origin else ""
-        end = "    " if self.rule.endswith("\n") else ". "  # a rule of several lines
-        return f"{self.field} = {self.value!r}{origin}: {self.rule}{end}Fix: {self.fix}"
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a config, at once."""
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)  # what unpickling gives to __init__
-
-    def __str__(self) -> str:
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        return "\n".join([f"config: {count}", *(f"  - {problem}" for problem in self.problems)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from r3.config.fields import ConfigError, Problem, setting
+from r3.config.fields import setting
+from r3.errors import ConfigError, Problem
 from r3.models.hub import is_hub
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from r3.config.arguments import argument_items
-from r3.config.fields import TYPES, ConfigError, Problem
+from r3.config.fields import TYPES
 from r3.config.settings import SETTINGS, Config, fixed_changes, with_values
+from r3.errors import ConfigError, Problem
 
 _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
 # Settings and their names in TRL and verl, where they differ.
@@ -318,7 +319,7 @@ def changes_of_run(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     except (OSError, UnicodeDecodeError):
         rule = "has checkpoints, but no config.yaml to compare with"
         fix = "restore its config.yaml, or give another --log.dir"
-        raise ConfigError([Problem("log.dir", str(folder), rule, fix)]) from None
+        raise ConfigError.of("log.dir", str(folder), rule, fix) from None
     return fixed_changes(before, config)
 
 
@@ -361,7 +362,7 @@ def load_yaml(
         size = _size(tree, {})
     except RecursionError:
         fix = "flatten it"
-        raise ConfigError([Problem(name, "...", "is nested too deeply", fix)]) from None
+        raise ConfigError.of(name, "...", "is nested too deeply", fix) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([_not_yaml(error, name, text)]) from None
     if size > _LARGEST:

@@ -19,11 +19,12 @@ from itertools import pairwise
 from typing import Any, get_type_hints
 
 from r3.config.arguments import names_of
-from r3.config.fields import ConfigError, Problem, Setting, setting
+from r3.config.fields import Setting, setting
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, EvalSet, LogConfig
 from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig
+from r3.errors import ConfigError, Problem
 
 ENVIRONMENTS = ("env.name", "env.path", "env.command")
 """Settings of which one names the environment; `env.args` belong to it."""
@@ -263,7 +264,7 @@ ANOTHER_FOLDER = "another --log.dir"
 
 def folder_error(folder: object, rule: str, fix: str) -> ConfigError:
     """The error of a folder that a run cannot use."""
-    return ConfigError([Problem("log.dir", str(folder), rule, fix)])
+    return ConfigError.of("log.dir", str(folder), rule, fix)
 
 
 def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:

@@ -4,11 +4,8 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
-    prompts=(
-        "DataError Dataset NotRendered load_prompts prompts_from prompts_of_step "
-        "source_labels turns"
-    ),
-    rows="Columns Fault Row RowProblem columns_of",
+    prompts=("DataError Dataset load_prompts prompts_from prompts_of_step source_labels turns"),
+    rows="Columns Row RowProblem columns_of",
     sources="files_of read_rows",
     template="Renderer load_tokenizer",
 )

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from r3.config.arguments import kind_of
+from r3.errors import Fault
 
 if TYPE_CHECKING:  # it imports numpy
     from r3.types import Message
@@ -35,26 +36,6 @@ _SENSES = {"image": "vision", "video": "video", "audio": "audio"}
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
-class Fault(ValueError):
-    """What is wrong with something that was given.
-
-    Attributes:
-        rule: what is wrong, and where.
-        fix: what to do.
-    """
-
-    def __init__(self, rule: str, fix: str) -> None:
-        self.rule, self.fix = rule, fix
-        super().__init__(rule, fix)  # what unpickling gives to __init__
-
-    def __str__(self) -> str:
-        return f"{self.rule}. Fix: {self.fix}"
-
-
-class MessageFault(Fault):
-    """Messages or tools that cannot be shown to a model."""
-
-
 def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:
     """Return the conversation of a row: a text is one message of the user.
 
@@ -63,28 +44,28 @@ def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:
         filled: whether missing keys may have been filled with None, as in tables.
 
     Raises:
-        MessageFault: it is no conversation.
+        Fault: it is no conversation.
     """
     fix = 'write a string, or a list of {"role": ..., "content": ...}'
     if isinstance(value, str):
         decoded = _decoded(value)
         if decoded is None:
             if not value.strip():
-                raise MessageFault("is empty", fix)
+                raise Fault("is empty", fix)
             return ({"role": "user", "content": value},)
         value = decoded
     elif filled:
         value = without_none(value)
     if not isinstance(value, list):
-        raise MessageFault(f"is {kind_of(value)}, neither a text nor a list of messages", fix)
+        raise Fault(f"is {kind_of(value)}, neither a text nor a list of messages", fix)
     if not value:
-        raise MessageFault("is an empty list of messages", fix)
+        raise Fault("is an empty list of messages", fix)
     messages = []
     for place, message in enumerate(value):
         try:
             messages.append(read_message(message))
-        except MessageFault as fault:
-            raise MessageFault(f"message {place} {fault.rule}", fault.fix) from None
+        except Fault as fault:
+            raise Fault(f"message {place} {fault.rule}", fault.fix) from None
     return tuple(messages)
 
 
@@ -99,39 +80,39 @@ def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
             then stay as they are, and a message may be empty.
 
     Raises:
-        MessageFault: it is no message.
+        Fault: it is no message.
     """
     fix = 'write {"role": ..., "content": ...}, both strings'
     if not isinstance(message, Mapping):
-        raise MessageFault(f"is {kind_of(message)}, not an object", fix)
+        raise Fault(f"is {kind_of(message)}, not an object", fix)
     found = {key: value for key, value in message.items() if value is not None}
     if "from" in found and "role" not in found:
         speaker, fix = found.pop("from"), f"write one of {', '.join(_SPEAKERS)}"
         if speaker == "function_call":
             fix = "write the call as tool_calls of a message with the role assistant"
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            raise MessageFault(f"is from {speaker!r}, which is not known", fix)
+            raise Fault(f"is from {speaker!r}, which is not known", fix)
         found |= {"role": _SPEAKERS[speaker], "content": found.pop("value", None)}
     if not isinstance(found.get("role"), str):
-        raise MessageFault("has no 'role' that is a string", fix)
+        raise Fault("has no 'role' that is a string", fix)
     calls = found.pop("tool_calls", None) or []
     content = _text(found.pop("content", None), fix)
     if content is None and not calls and not of_model:
-        raise MessageFault("has no 'content'", fix)
+        raise Fault("has no 'content'", fix)
     # Beside calls, no text and an empty one are the same; templates take one of the two.
     found["content"] = content or (None if calls else "")
     thoughts = {name: found.pop(name) for name in REASONING if name in found}
     if len(set(map(repr, thoughts.values()))) > 1:
-        raise MessageFault(f"has different texts in {' and '.join(thoughts)}", "keep one")
+        raise Fault(f"has different texts in {' and '.join(thoughts)}", "keep one")
     if thought := next(iter(thoughts.values()), ""):
         if not isinstance(thought, str):
-            raise MessageFault(f"has {next(iter(thoughts))!r} that is no string", "write a string")
+            raise Fault(f"has {next(iter(thoughts))!r} that is no string", "write a string")
         found["reasoning"] = thought
     if not _is_learned(found):
         found["train"] = False
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise MessageFault("has 'tool_calls' that are no list", _CALL_FIX)
+            raise Fault("has 'tool_calls' that are no list", _CALL_FIX)
         found["tool_calls"] = [_call(call, of_model=of_model) for call in calls]
     return found
 
@@ -170,23 +151,23 @@ def read_tools(value: Any, *, filled: bool = False) -> tuple[Mapping[str, Any], 
         filled: whether missing keys may have been filled with None, as in tables.
 
     Raises:
-        MessageFault: it is no list of schemas with names.
+        Fault: it is no list of schemas with names.
     """
     fix = "write a list of JSON schemas, or leave the column out"
     if isinstance(value, str):
         try:
             value = read_json(value)
         except ValueError as error:
-            raise MessageFault(f"is not JSON ({error})", fix) from None
+            raise Fault(f"is not JSON ({error})", fix) from None
     elif filled:
         value = without_none(value)
     if value is None:
         return ()
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        raise MessageFault("is not a list of tool schemas", fix)
+        raise Fault("is not a list of tool schemas", fix)
     for place, tool in enumerate(value):
         if not isinstance(tool_name(tool), str):
-            raise MessageFault(f"schema {place} has no function.name", fix)
+            raise Fault(f"schema {place} has no function.name", fix)
     return tuple(value)
 
 
@@ -273,7 +254,7 @@ def _decoded(text: str) -> Any:
         return None
     if is_python:
         rule = "is the text of a Python list of messages, which is no JSON"
-        raise MessageFault(rule, "write the list itself, or json.dumps of it")
+        raise Fault(rule, "write the list itself, or json.dumps of it")
     return None
 
 
@@ -288,10 +269,10 @@ def _text(content: Any, fix: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise MessageFault(f"has a 'content' that is {kind_of(content)}, not a text", fix)
+        raise Fault(f"has a 'content' that is {kind_of(content)}, not a text", fix)
     for part in content:
         if not isinstance(part, Mapping):
-            raise MessageFault(f"has a part that is {kind_of(part)} in its content", _ONLY_TEXT)
+            raise Fault(f"has a part that is {kind_of(part)} in its content", _ONLY_TEXT)
         kind = part.get("type")
         if kind != "text" or not isinstance(part.get("text"), str):
             named = kind or " and ".join(part)
@@ -299,7 +280,7 @@ def _text(content: Any, fix: str) -> str | None:
             rule = f"has a part of type {named!r} in its content"
             if sense := next(senses, ""):
                 rule += f", and {sense} is not supported"
-            raise MessageFault(rule, _ONLY_TEXT)
+            raise Fault(rule, _ONLY_TEXT)
     return "".join(part["text"] for part in content)
 
 
@@ -309,13 +290,13 @@ def _is_learned(message: dict[str, Any]) -> bool:
     for name, value in said.items():
         if value not in (0, 1):
             fix = "0 leaves the message out of the loss, 1 learns it"
-            raise MessageFault(f"has {name} = {value!r}", fix)
+            raise Fault(f"has {name} = {value!r}", fix)
     if len(set(map(bool, said.values()))) > 1:
-        raise MessageFault(f"has {' and '.join(said)}, which contradict each other", "keep one")
+        raise Fault(f"has {' and '.join(said)}, which contradict each other", "keep one")
     learned = all(said.values())
     if said and learned and message["role"] != "assistant":
         rule = f"has {next(iter(said))} = {next(iter(said.values()))!r} and role {message['role']}"
-        raise MessageFault(rule, "only assistant messages are learned; leave the key out")
+        raise Fault(rule, "only assistant messages are learned; leave the key out")
     return learned
 
 
@@ -327,17 +308,17 @@ def _call(call: Any, *, of_model: bool) -> dict[str, Any]:
     """One tool call; `arguments` are an object where they can be."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageFault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
+        raise Fault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
     given = function.get("arguments")
     try:
         arguments = arguments_of(given or {})
     except ValueError as error:
-        raise MessageFault(f"has arguments of a call: {error}", _CALL_FIX) from None
+        raise Fault(f"has arguments of a call: {error}", _CALL_FIX) from None
     if arguments is None:  # the text null
         arguments = {}
     if not isinstance(arguments, dict) and not of_model:
         rule = f"calls {function['name']} with arguments that are no JSON object: {_short(given)}"
-        raise MessageFault(rule, _CALL_FIX)
+        raise Fault(rule, _CALL_FIX)
     name = {"id": call["id"]} if call.get("id") is not None else {}
     return {
         **name,

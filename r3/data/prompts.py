@@ -14,30 +14,20 @@ import numpy as np
 
 from r3 import extras
 from r3.config import Config
-from r3.data.rendering import EndlessTemplate, NotRendered, TemplateFault
+from r3.data.rendering import EndlessTemplate, TemplateFault
 from r3.data.rows import Columns, Row, RowProblem
 from r3.data.sources import ReadsRows, read_rows
 from r3.data.template import Renderer
+from r3.errors import ConfigError
 from r3.types import Prompt
 
-_MAX_NAMED = 10
 _BATCH = 64  # rows that the tokenizer gets at once
 
 
-class DataError(ValueError):
-    """All problems of a data set. The message names the first ten and counts the others."""
+class DataError(ConfigError):
+    """All problems of a data set."""
 
-    def __init__(self, problems: Sequence[RowProblem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)  # what unpickling gives to __init__
-
-    def __str__(self) -> str:
-        problems = self.problems
-        lines = [f"data: {len(problems)} problem{'s' if len(problems) != 1 else ''}"]
-        lines += [f"  - {problem}" for problem in problems[:_MAX_NAMED]]
-        if len(problems) > _MAX_NAMED:
-            lines.append(f"  ... and {len(problems) - _MAX_NAMED} more")
-        return "\n".join(lines)
+    subject, shown = "data", 10
 
 
 @dataclass(frozen=True)
@@ -282,7 +272,7 @@ def _prompts(
             except TemplateFault as error:
                 rule = f"is refused by the model's chat template ({error})"
                 fix = "use roles in the order the template takes, or correct the template"
-                if isinstance(error, NotRendered):
+                if error.fix:
                     rule, fix = f"does not reach the model as it is: {error}", error.fix
                 found.append(RowProblem(row.file, row.line, columns.prompt, rule, fix))
                 if isinstance(error, EndlessTemplate):  # all other rows would take as long

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jinja2 import Environment, TemplateError, meta, nodes
 
 from r3.data.conversation import REASONING, tool_name
+from r3.errors import Fault
 from r3.types import Message
 from r3.user_code.loading import time_limit
 
@@ -59,27 +60,15 @@ _CALLED: list[list[Message]] = [
 _TOOL = {"description": "c", "parameters": {"type": "object", "properties": {}}}
 
 
-class TemplateFault(ValueError):
-    """A chat template does not render a conversation; the message says why."""
+class TemplateFault(Fault):
+    """A chat template does not render a conversation; with a fix, not a part of it as it is."""
+
+    def __str__(self) -> str:
+        return self.rule
 
 
 class EndlessTemplate(TemplateFault):
     """A chat template that takes far too long."""
-
-
-class NotRendered(TemplateFault):
-    """A chat template does not show a part of a conversation as it is.
-
-    Attributes:
-        fix: what to do.
-    """
-
-    def __init__(self, rule: str, fix: str) -> None:
-        self.fix = fix
-        super().__init__(rule, fix)  # what unpickling gives to __init__
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +212,7 @@ class ChatTemplate:
             rule: what must appear.
 
         Raises:
-            NotRendered: a part of the conversation does not appear once and unchanged.
+            TemplateFault: a part of the conversation does not appear once and unchanged.
             TemplateFault: the template refuses the messages.
         """
         self._check_names(messages, rule)
@@ -234,7 +223,7 @@ class ChatTemplate:
         if key in self._skeletons:
             try:
                 return self._located(text, self._skeletons[key], messages, parts, rule)
-            except NotRendered:
+            except TemplateFault:
                 pass  # a template may write the day
         if len(self._skeletons) >= _MAX_KEPT:
             self._skeletons.clear()
@@ -261,11 +250,11 @@ class ChatTemplate:
                 meant = meant or (role.lower() if role.lower() in _ROLES else "")
                 fix = f"write {meant}" if meant else f"use one of {', '.join(_ROLES)}"
                 text = f"message {place} has role {role!r}, which the chat template does not know"
-                raise NotRendered(text, fix)
+                raise TemplateFault(text, fix)
             unknown = [key for key in message if key not in (*_KEYS, "train")]
             if rule != "history" and (unread := [key for key in unknown if key not in self.names]):
                 text = f"message {place} has {unread[0]!r}, which the chat template does not read"
-                raise NotRendered(text, "leave the key out")
+                raise TemplateFault(text, "leave the key out")
 
     def _in_form(self, messages: Sequence[Message], form: _Form) -> list[dict[str, Any]]:
         """Messages as this template takes them."""
@@ -322,7 +311,7 @@ class ChatTemplate:
         for number, name in enumerate(names):
             if (marker := f"R3tool{number}x") not in text:
                 rule = f"the chat template does not show the tool {name!r}"
-                raise NotRendered(rule, "use a template that shows tools, or leave them out")
+                raise TemplateFault(rule, "use a template that shows tools, or leave them out")
             text = text.replace(marker, name)
         return _MARKER.split(text), [int(each[6:-1]) for each in _MARKER.findall(text)]
 
@@ -446,13 +435,13 @@ def _named(part: Part, message: Message) -> str:
     return f"{kinds.get(part.kind, part.kind)} of message {part.message} ({message['role']})"
 
 
-def _changed(part: Part, message: Message, written: str) -> NotRendered:
+def _changed(part: Part, message: Message, written: str) -> TemplateFault:
     rule = f"the chat template changes the {_named(part, message)}: it writes {written!r}"
     more = ", or write a row per assistant message" if message["role"] == "assistant" else ""
-    return NotRendered(rule, f"leave out what it changes{more}")
+    return TemplateFault(rule, f"leave out what it changes{more}")
 
 
-def _not_shown(part: Part, message: Message, count: int) -> NotRendered:
+def _not_shown(part: Part, message: Message, count: int) -> TemplateFault:
     times = f"shows it {count} times" if count else "leaves it out"
     fixes = {
         "reasoning": "leave it out, or write a row per assistant message",
@@ -462,4 +451,4 @@ def _not_shown(part: Part, message: Message, count: int) -> NotRendered:
     fix = fixes.get(part.kind, "use roles that the template shows, in an order that it takes")
     if message["role"] in ("system", "developer"):
         fix = "put it into the first message of the user"
-    return NotRendered(f"the {_named(part, message)}: the chat template {times}", fix)
+    return TemplateFault(f"the {_named(part, message)}: the chat template {times}", fix)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from r3.config import Config, EvalSet
 from r3.config.arguments import kind_of
 from r3.data.conversation import (
-    Fault,
-    MessageFault,
     half_character,
     is_learned,
     read_messages,
@@ -22,16 +20,13 @@ from r3.data.conversation import (
     sense_of,
 )
 from r3.data.numbers import final_number
+from r3.errors import Fault, Problem
 
 if TYPE_CHECKING:  # it imports numpy
     from r3.types import Message
 
 GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
 _READ = ("verifier", "gym", "entry")  # columns that built-in rewards read beside the answer
-
-
-class SourceError(Fault):
-    """A source cannot be read at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +82,24 @@ class Row:
     columns: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class RowProblem:
-    """One problem of a data set: where, which rule is broken, what to do.
+class RowProblem(Problem):
+    """One problem of a data set.
 
     Attributes:
+        file: the source, or one of its files.
         line: number of the row; 0 is the whole source.
+        column: of the row; "row" is all of it, "file" the file.
     """
 
-    file: str
-    line: int
-    field: str
-    rule: str
-    fix: str
+    def __init__(self, file: str, line: int, column: str, rule: str, fix: str) -> None:
+        self.file, self.line, self.column = file, line, column
+        self._where = f"{file}:{line}" if line else file
+        super().__init__(place=f"{self._where}: {column}", rule=rule, fix=fix)
 
     @property
     def where(self) -> str:
         """`rows.jsonl:7:answer`, or the parts of it that exist."""
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return place if self.field in ("file", "row") else f"{place}:{self.field}"
-
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}: {self.field}: {self.rule}. Fix: {self.fix}"
+        return self._where if self.column in ("file", "row") else f"{self._where}:{self.column}"
 
 
 def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
@@ -141,7 +131,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     )
 
 
-_Faults = list[tuple[str, str, str]]  # field, rule and fix of what is wrong with one row
+_Faults = list[tuple[str, str, str]]  # column, rule and fix of what is wrong with one row
 
 
 def check_row(
@@ -158,7 +148,7 @@ def check_row(
     filled = not isinstance(content, bytes)  # tables have every key in every row
     try:
         row = _object(content)
-    except SourceError as error:
+    except Fault as error:
         return [RowProblem(file, line, "row", error.rule, error.fix)]
     column, rule = sense_of(row)
     if column:
@@ -174,7 +164,7 @@ def check_row(
     if columns.tools and (given := _look_up(row, columns.tools)) is not _ABSENT:
         try:
             tools = read_tools(given, filled=filled)
-        except MessageFault as error:
+        except Fault as error:
             faults.append((columns.tools, error.rule, error.fix))
     if faults:
         return [RowProblem(file, line, *fault) for fault in faults]
@@ -194,13 +184,13 @@ def _object(content: Any) -> Mapping[str, Any]:
     """Return a row as an object.
 
     Raises:
-        SourceError: it is none.
+        Fault: it is none.
     """
     per_line = "write one JSON object per line"
     try:
         content = strict_json(content) if isinstance(content, bytes) else content
         half = half_character(json.dumps(content, ensure_ascii=False, default=str))
-    except SourceError:
+    except Fault:
         raise
     except UnicodeDecodeError as error:
         rule, fix = f"is not UTF-8 at byte {error.start}", "save the file as UTF-8"
@@ -217,14 +207,14 @@ def _object(content: Any) -> Mapping[str, Any]:
         if half:
             rule = f"holds {half!r}, half of a character (a lone UTF-16 surrogate)"
             fix = "write the whole character, or leave it out"
-    raise SourceError(rule, fix)
+    raise Fault(rule, fix)
 
 
 def strict_json(content: bytes) -> Any:
     """Read JSON.
 
     Raises:
-        SourceError: an object has a key twice.
+        Fault: an object has a key twice.
         ValueError, RecursionError: it is no JSON, or nested too deeply.
     """
     return json.loads(content, object_pairs_hook=_once)
@@ -236,7 +226,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         rule = f"has an object with two keys {twice!r}"
-        raise SourceError(rule, "remove one: one of the values would be lost")
+        raise Fault(rule, "remove one: one of the values would be lost")
     return found
 
 
@@ -260,7 +250,7 @@ def _messages(
         return ()
     try:
         messages = read_messages(prompt, filled=filled)
-    except MessageFault as error:
+    except Fault as error:
         faults.append((columns.prompt, error.rule, error.fix))
         return ()
     if columns.system_prompt and messages[0]["role"] == "system":

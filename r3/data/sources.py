@@ -41,7 +41,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3 import extras
-from r3.data.rows import Columns, Row, RowProblem, SourceError, check_row, strict_json
+from r3.data.rows import Columns, Row, RowProblem, check_row, strict_json
+from r3.errors import Fault
 from r3.user_code.loading import path_fix
 
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
@@ -120,7 +121,7 @@ def _read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProble
                 rows.append(found)
             else:
                 problems += found
-    except SourceError as error:
+    except Fault as error:
         problems.append(RowProblem(source, 0, "file", error.rule, error.fix))
     return rows, problems
 
@@ -137,7 +138,7 @@ def files_of(source: str) -> list[Path]:
     """The files that R3 reads of a source; none of one that a library reads or makes.
 
     Raises:
-        SourceError: a folder or a pattern has none, or files that R3 does not read.
+        Fault: a folder or a pattern has none, or files that R3 does not read.
     """
     source, _ = _without_slice(source)
     if source.startswith(("hub:", "gym:")):
@@ -153,7 +154,7 @@ def bytes_of(source: str) -> int:
     """Bytes of the files of a source; 0 if it has none here."""
     try:
         return sum(file.stat().st_size for file in files_of(source) if file.is_file())
-    except SourceError:
+    except Fault:
         return 0
 
 
@@ -163,7 +164,7 @@ def _numbered(source: str) -> Iterator[tuple[int, str, int, Any]]:
     if address := _ADDRESS.match(whole):
         rule = f"is an address, and R3 reads no {address[0]}"
         fix = "download it, or write hub:OWNER/NAME for a data set of the Hugging Face hub"
-        raise SourceError(rule, fix)
+        raise Fault(rule, fix)
     if (files := files_of(whole)) and files != [Path(whole)]:
         each = _of_files(files)
     else:
@@ -195,8 +196,8 @@ def _of_files(paths: Sequence[Path]) -> Iterator[tuple[str, int, Any]]:
         try:
             for line, content in _file(path):
                 yield str(path), line, content
-        except SourceError as error:
-            raise SourceError(f"{path} {error.rule}", error.fix) from error
+        except Fault as error:
+            raise Fault(f"{path} {error.rule}", error.fix) from error
 
 
 # --- one file ---------------------------------------------------------------------------------
@@ -206,31 +207,31 @@ def _file(path: Path) -> Numbered:
     """Yield the rows of a file with their lines."""
     kind, compression = _endings(path)
     if _FOREIGN.fullmatch(kind):
-        raise SourceError(f"is a {kind} file, which R3 does not read", FILES)
+        raise Fault(f"is a {kind} file, which R3 does not read", FILES)
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
-            raise SourceError("is a device or a FIFO, not a file", FILES)
+            raise Fault("is a device or a FIFO, not a file", FILES)
         if kind == ".parquet":
             if compression:
-                raise SourceError("is a compressed parquet file", "decompress it")
+                raise Fault("is a compressed parquet file", "decompress it")
             yield from _parquet(path)
             return
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise SourceError("there is no such file", path_fix(path, FILES)) from error
+        raise Fault("there is no such file", path_fix(path, FILES)) from error
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror or error})"
-        raise SourceError(rule, FILES) from error
-    except SourceError:
+        raise Fault(rule, FILES) from error
+    except Fault:
         raise
     except ValueError as error:  # a null byte in the name
-        raise SourceError(f"is no path ({error})", FILES) from error
+        raise Fault(f"is no path ({error})", FILES) from error
     try:
         content = _COMPRESSED[compression](content) if compression else content
-    except SourceError:
+    except Fault:
         raise
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-        raise SourceError(f"is no whole {compression} file ({error})", "copy it again") from error
+        raise Fault(f"is no whole {compression} file ({error})", "copy it again") from error
     if kind in _TABLES:
         yield from _table(content, _TABLES[kind])
     elif content[:1000].lstrip().startswith(b"["):
@@ -249,13 +250,13 @@ def _endings(path: Path) -> tuple[str, str]:
 def _array(content: bytes) -> Numbered:
     try:
         return enumerate(strict_json(content), 1)
-    except SourceError:
+    except Fault:
         raise
     except RecursionError:
-        raise SourceError("is nested too deeply", "flatten the objects") from None
+        raise Fault("is nested too deeply", "flatten the objects") from None
     except ValueError as error:
         rule = f"begins with '[' and is not one JSON array ({error})"
-        raise SourceError(rule, "write one array, or one JSON object per line") from None
+        raise Fault(rule, "write one array, or one JSON object per line") from None
 
 
 def _table(content: bytes, delimiter: str) -> Numbered:
@@ -263,22 +264,22 @@ def _table(content: bytes, delimiter: str) -> Numbered:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SourceError(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
+        raise Fault(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
     limit = csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         (_, names), *lines = [(reader.line_num, cells) for cells in reader if cells] or [(0, [])]
     except csv.Error as error:
         rule = f"is no table at line {reader.line_num} ({error})"
-        raise SourceError(rule, "close the quotation marks") from None
+        raise Fault(rule, "close the quotation marks") from None
     finally:
         csv.field_size_limit(limit)
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise SourceError(f"has two columns {twice[0]!r}", "rename one of them")
+        raise Fault(f"has two columns {twice[0]!r}", "rename one of them")
     for line, cells in lines:
         if len(cells) != len(names):
             rule = f"has {len(cells)} values in line {line} for the {len(names)} columns of line 1"
-            raise SourceError(rule, "put values with the separator in quotation marks")
+            raise Fault(rule, "put values with the separator in quotation marks")
     return ((line, dict(zip(names, cells, strict=True))) for line, cells in lines)
 
 
@@ -295,7 +296,7 @@ def _parquet(path: Path) -> Numbered:
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except ValueError as error:  # pyarrow's own errors are
         fix = "write it again, or name it .jsonl"
-        raise SourceError(f"is not a parquet file ({error})", fix) from error
+        raise Fault(f"is not a parquet file ({error})", fix) from error
 
 
 # --- several files ----------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def _files_of_glob(pattern: str) -> list[Path]:
     if files := [path for path in found if path.is_file()]:
         return files
     fix = path_fix(pattern, "correct the pattern, or put it in quotes")
-    raise SourceError("matches no file", fix)
+    raise Fault("matches no file", fix)
 
 
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
@@ -324,9 +325,9 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     inside = [path for path in found if not any(map(_NO_DATA.fullmatch, path.parts))]
     if others := [str(path) for path in inside if _endings(path)[0] not in _READ]:
         rule = f"holds {_listed(others)}, which R3 does not read"
-        raise SourceError(rule, f"remove them, or name the files: {folder}/*.jsonl")
+        raise Fault(rule, f"remove them, or name the files: {folder}/*.jsonl")
     if not inside:
-        raise SourceError("holds no data file", FILES)
+        raise Fault("holds no data file", FILES)
     by_split: dict[str, list[Path]] = {}
     for path in inside:
         by_split.setdefault(_split_of(path), []).append(path)
@@ -336,14 +337,14 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         inside = by_split.get(split) or [path for path in inside if _stem(path) == split]
         if not inside:
             splits = ", ".join(named) or "none"
-            raise SourceError(f"has no files of a split {split!r}", f"its splits: {splits}")
+            raise Fault(f"has no files of a split {split!r}", f"its splits: {splits}")
     elif len(named) > 1:
-        raise SourceError(f"has the splits {', '.join(named)}", f"name one: {folder}:{named[0]}")
+        raise Fault(f"has the splits {', '.join(named)}", f"name one: {folder}:{named[0]}")
     elif len(by_split) > 1:
         one, rest = (_listed([path.name for path in by_split[name]]) for name in (named[0], ""))
         rule = f"has {one} of the split {named[0]}, and {rest} of none"
         fix = f"name the split, {folder}:{named[0]}, or all files, {folder}/*"
-        raise SourceError(rule, fix)
+        raise Fault(rule, fix)
     return [folder / path for path in inside]
 
 
@@ -369,13 +370,13 @@ def imported(name: str, rule: str) -> Any:
     """Import a module that some sources need.
 
     Raises:
-        SourceError: it is not installed.
+        Fault: it is not installed.
     """
     try:
         return import_module(name)
     except ImportError:
         package = name.partition(".")[0].replace("_", "-")
-        raise SourceError(rule, f"pip install {package}") from None
+        raise Fault(rule, f"pip install {package}") from None
 
 
 def _folder_and_split(source: str) -> tuple[Path | None, str]:

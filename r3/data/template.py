@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, model_problem
-from r3.data.conversation import MessageFault, half_character, read_message
-from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule, TemplateFault
+from r3.data.conversation import half_character, read_message
+from r3.data.rendering import ChatTemplate, Rendered, Rule, TemplateFault
+from r3.errors import Fault
 from r3.models.families import text_model
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
@@ -225,7 +226,7 @@ class Renderer:
             rule: what must appear.
 
         Raises:
-            NotRendered: the template drops or changes a part of the conversation.
+            TemplateFault: the template drops or changes a part of the conversation.
             TemplateFault: it refuses the messages, or one is none.
         """
         marked, tools = self.marked(_read(messages)), self.marked(tools)
@@ -234,7 +235,7 @@ class Renderer:
             raise TemplateFault(f"a message holds {half!r}, half of a character")
         # Every text by itself has marks, so what the template did not write is of two of them.
         if self._count_written(found.text) > sum(map(self._count_written, found.glue)):
-            raise NotRendered(
+            raise TemplateFault(
                 "two texts that the chat template joins make a control token together",
                 "leave a character between them",
             )
@@ -394,7 +395,7 @@ def _read(messages: Sequence[Message]) -> list[Message]:
     for place, message in enumerate(messages):
         try:
             read.append(read_message(message, of_model=True))
-        except MessageFault as fault:
+        except Fault as fault:
             raise TemplateFault(f"message {place} {fault}") from None
     return read
 

@@ -15,6 +15,7 @@ import torch
 
 from r3 import extras
 from r3.engine.route_slots import capturing
+from r3.errors import Explained
 from r3.models.families import FAMILIES, implied_keys
 from r3.models.hub import folder_of
 from r3.models.shape import BYTES_OF, ModelShape
@@ -33,7 +34,7 @@ _DENSE_MLA = "DeepseekV3ForCausalLM"  # latent attention without indexers
 _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
-class EngineConfigError(RuntimeError):
+class EngineConfigError(Explained):
     """vLLM built an engine whose routes, weights or log-probabilities cannot be trusted."""
 
 
@@ -45,7 +46,7 @@ _TAKEN = {
 }
 
 
-class DeviceMemoryError(RuntimeError):
+class DeviceMemoryError(Explained):
     """Another process has memory of the device that the engine needs."""
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from r3 import extras
+from r3.errors import ConfigError, Fault
 from r3.metrics.glossary import checked_metrics
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError, Step, awaited, flag, number, own_copy
-from r3.user_code.loading import START_LIMIT_S, UserFileError, as_named, load, problem, time_limit
+from r3.user_code.loading import START_LIMIT_S, as_named, load, time_limit
 
 Observed = (
     tuple[Sequence[Message], float | None, bool]
@@ -159,9 +160,9 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
     Raises:
         ConfigError: an instance cannot be created, or shows something unusable.
     """
-    from r3.data.conversation import MessageFault, read_tools  # settings, which workers lack
+    from r3.data.conversation import read_tools  # settings, which workers lack
 
-    late = UserFileError(f"it was not done after {START_LIMIT_S:g} s")
+    late = TimeoutError(f"it was not done after {START_LIMIT_S:g} s")
     try:
         with extras.surroundings().restored(spec):
             made = time_limit(lambda: found(**own_copy(arguments)), START_LIMIT_S, lambda: late)
@@ -170,18 +171,20 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         name = spec.rpartition(":")[2]
         rule = f"{name}({given}) raised {type(error).__name__}: {as_named(str(error))}"
-        raise problem("env.path", spec, rule, "correct the class") from error
+        raise ConfigError.of("env.path", spec, rule, "correct the class") from error
     if functions := [each for each in tools if callable(each)]:
         rule = f"tools has the function {functions[0].__name__}, and the model is shown schemas"
         fix = f"transformers.utils.get_json_schema({functions[0].__name__}) makes one of it"
-        raise problem("env.path", spec, rule, fix)
+        raise ConfigError.of("env.path", spec, rule, fix)
     try:
         read_tools(tools)
-    except MessageFault as error:
-        raise problem("env.path", spec, f"tools {error.rule}", "write JSON schemas") from None
+    except Fault as error:
+        raise ConfigError.of(
+            "env.path", spec, f"tools {error.rule}", "write JSON schemas"
+        ) from None
     if not all(isinstance(each, str) and each for each in stop):
         rule = f"stop is {list(stop)!r}, not a list of strings that are not empty"
-        raise problem("env.path", spec, rule, "write strings, or leave it out")
+        raise ConfigError.of("env.path", spec, rule, "write strings, or leave it out")
     return tools, stop
 
 

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from r3.data.conversation import MessageFault, half_character, read_message
+from r3.data.conversation import half_character, read_message
 from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.openai_api import token_bytes
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
 from r3.envs.workflows import OwnTime, Workflows
+from r3.errors import Fault
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
     num_characters,
@@ -465,7 +466,7 @@ def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str,
     plain = {key: value for key, value in message.items() if key not in read or value != read[key]}
     try:
         return read_message(plain, of_model=True)
-    except MessageFault as fault:
+    except Fault as fault:
         raise ValueError(f"a message {fault}") from None
 
 

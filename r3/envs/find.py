@@ -13,7 +13,7 @@ from r3.config.check import Findings
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
 from r3.envs.guess_number import GuessNumber
-from r3.user_code.loading import Wanted, load_functions, problem
+from r3.user_code.loading import Wanted, load_functions
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
     "calculator": Calculator,
@@ -45,11 +45,11 @@ def find(settings: EnvConfig) -> type[Any]:
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
-            raise problem("env.args", settings.args, rule, fix)
+            raise ConfigError.of("env.args", settings.args, rule, fix)
         return ENVIRONMENTS[settings.name]
 
     def refuse(rule: str, fix: str) -> ConfigError:
-        return problem("env.path", settings.path, rule, fix)
+        return ConfigError.of("env.path", settings.path, rule, fix)
 
     name = settings.path.rpartition(":")[2]
     wanted = Wanted(

@@ -16,8 +16,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from r3.data.conversation import MessageFault, read_message
+from r3.data.conversation import read_message
 from r3.envs.workflow import Completion, Model, ModelMessage
+from r3.errors import Fault
 
 MODEL = "policy"
 """Name of the model."""
@@ -346,7 +347,7 @@ def _plain(message: Any, place: int, memory: Memory) -> dict[str, Any]:
     """A message of a client in the form of `r3.data.conversation`."""
     try:
         plain = read_message(message, of_model=True)
-    except MessageFault as fault:
+    except Fault as fault:
         raise ApiError(400, f"a message {fault}", param="messages") from None
     calls = plain.get("tool_calls", [])
     if not all("id" in call for call in calls):

@@ -21,10 +21,10 @@ import regex
 
 from r3.config import HIDDEN, RewardConfig
 from r3.config.arguments import keyword_arguments
+from r3.errors import ConfigError
 from r3.rewards import checked
 from r3.types import Message, Prompt
 from r3.user_code.calls import CallError
-from r3.user_code.loading import problem
 
 TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
 
@@ -72,7 +72,7 @@ def template_of(settings: RewardConfig) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read: {error}"
-        raise problem("reward.prompt_file", path, rule, "a text file") from None
+        raise ConfigError.of("reward.prompt_file", path, rule, "a text file") from None
 
 
 def filled(template: str, response: str, prompt: Prompt) -> str:
@@ -265,12 +265,12 @@ def _key(name: str) -> str:
     key = os.environ.get(name, "")
     if not key:
         rule = "is not set in the environment"
-        raise problem("reward.api_key_env", name, rule, f"export {name}=...")
+        raise ConfigError.of("reward.api_key_env", name, rule, f"export {name}=...")
     bad = next((i for i, letter in enumerate(key) if not "!" <= letter <= "~"), None)
     if bad is not None:
         rule = f"character {bad + 1} of its {len(key)} cannot stand in an HTTP header"
         fix = "look for a space, a line end or a letter that is not ASCII in the variable"
-        raise problem("reward.api_key_env", name, rule, fix)
+        raise ConfigError.of("reward.api_key_env", name, rule, fix)
     return key
 
 
@@ -290,7 +290,7 @@ def _checked_url(url: str) -> str:
         # What stands before an @ may be a password.
         rule = f"is no address ({error})"
         shown = url.rpartition("@")[2]
-        raise problem("reward.url", shown, rule, "http://HOST:PORT/v1") from None
+        raise ConfigError.of("reward.url", shown, rule, "http://HOST:PORT/v1") from None
     if has_secret:
         shown = f"{parts.scheme}://{parts.hostname}{f':{port}' if port else ''}{parts.path}"
         rule = (
@@ -298,7 +298,7 @@ def _checked_url(url: str) -> str:
             "into config.yaml"
         )
         fix = "put the key into an environment variable and name that in reward.api_key_env"
-        raise problem("reward.url", shown, rule, fix)
+        raise ConfigError.of("reward.url", shown, rule, fix)
     return url
 
 

@@ -12,7 +12,6 @@ from r3.checks.model import add_fault, has_chat_template, local_folder
 from r3.config import Config, RewardConfig
 from r3.config.check import Findings
 from r3.models.files import checkpoint_tensors
-from r3.models.hub import HubError
 from r3.models.shape import ShapeError
 from r3.user_code.loading import file_fault, path_fix
 
@@ -99,7 +98,7 @@ def _check_reward_model(config: Config, found: Findings, world_size: int) -> Non
 
     try:
         path = local_folder(name) if name else None
-    except HubError as error:
+    except ShapeError as error:
         refuse(error.rule, error.fix)
         return
     if path is None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.data.template import Renderer
+from r3.errors import ConfigError
 from r3.rewards.scorer import Component, here
-from r3.user_code.loading import problem
 from r3.user_code.workers import Pool, Processes, Threads
 
 
@@ -53,6 +53,6 @@ def component(
     except ImportError as error:
         fix = "pip install 'math-verify==0.9.0' (the extra math of pyproject.toml)"
         rule = f"math-verify cannot be imported: {error}"
-        raise problem("reward.function", spec, rule, fix) from None
+        raise ConfigError.of("reward.function", spec, rule, fix) from None
     workers = Processes(max(1, settings.workers), preload=[f"{verifier.__file__}:equal"])
     return Component(name=name, function=verifier.equal, pool=new_pool(workers))

@@ -19,13 +19,13 @@ from r3.config import RewardConfig
 from r3.data.conversation import replied
 from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer, load_tokenizer
+from r3.errors import ConfigError
 from r3.models.hub import folder_of
 from r3.rewards import checked
 from r3.runtime.device import Device, select_device
 from r3.runtime.tensors import Stash
 from r3.types import Prompt
 from r3.user_code.calls import CallError, Failure
-from r3.user_code.loading import problem
 from r3.user_code.workers import Place
 
 HEADS = ("value_head", "v_head", "reward_head")
@@ -174,7 +174,7 @@ def _loaded(settings: RewardConfig) -> Any:
         more = f" and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""
         rule = f"its files {state} {', '.join(wrong[:3])}{more}, which would be random"
         fix = "save the whole classifier again; the head is score.weight, of shape [1, hidden size]"
-        raise problem("reward.model_path", settings.model_path, rule, fix)
+        raise ConfigError.of("reward.model_path", settings.model_path, rule, fix)
     return model.eval().requires_grad_(False)
 
 

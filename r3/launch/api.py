@@ -104,9 +104,9 @@ def train(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rule = "torchrun has started this process, and `train` starts ranks of its own"
         fix = "call it in one process, `python my_run.py`, and give it ranks=N"
-        raise ConfigError([Problem("ranks", ranks, rule, fix)])
+        raise ConfigError.of("ranks", ranks, rule, fix)
     if ranks < 1:
-        raise ConfigError([Problem("ranks", ranks, "must be at least 1", "leave it out")])
+        raise ConfigError.of("ranks", ranks, "must be at least 1", "leave it out")
     invocation = from_python(start, _named(settings or {}), world_size=ranks)
     if not says_finished(invocation):
         _run(invocation)

@@ -15,6 +15,7 @@ import numpy as np
 
 from r3 import extras
 from r3.config import Config
+from r3.errors import Explained
 from r3.metrics.console import console_of
 from r3.metrics.glossary import explain
 from r3.metrics.reduce import LogHistogram, Max, Partial, UsersMean
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from r3.runtime.mesh import Axis
 
 
-class TrackerError(RuntimeError):
+class TrackerError(Explained):
     """The experiment tracker could not start."""
 
 

@@ -6,8 +6,6 @@ __getattr__ = names_of(
     __name__,
     families="FAMILIES PROOFS implied_keys",
     files="checkpoint_faults checkpoint_tensors text_name weight_files",
-    hf_checkpoint=(
-        "CheckpointError CheckpointReader joined read_small_files with_end_tokens write_checkpoint"
-    ),
+    hf_checkpoint=("CheckpointReader joined read_small_files with_end_tokens write_checkpoint"),
     tensors="Experts Kind Shard ShardId SyncPlan collect frozen_tensors",
 )

@@ -33,10 +33,6 @@ _MTP_KEYS = (
 _SHOWN_FAULTS = 12
 
 
-class CheckpointError(ValueError):
-    """A checkpoint folder that cannot be used as it is."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a slice of a tensor lies in the files.
@@ -71,7 +67,7 @@ class CheckpointReader:
             files = weight_files(self.folder)
         except ShapeError as error:
             fix = "Set model.path to the folder of a Hugging Face checkpoint"
-            raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
+            raise ShapeError(f"{self.folder}: {error}. {fix}") from None
         self._slice_of: dict[str, Callable[[], Any]] = {}
         self._place_of: dict[str, tuple[str, int]] = {}
         self._joins: set[str] = set()  # tensors of the files that join several
@@ -85,7 +81,7 @@ class CheckpointReader:
             for stored in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 name = text_name(stored)
                 if name in self._slice_of:
-                    raise CheckpointError(
+                    raise ShapeError(
                         f"{file}: tensor {name} is in another file of the folder as well"
                     )
                 self._slice_of[name] = functools.partial(handle.get_slice, stored)
@@ -107,13 +103,13 @@ class CheckpointReader:
         From then on, tensors that are joined in the files can be read by their own names.
 
         Raises:
-            CheckpointError: it does not; the message names the tensors.
+            ShapeError: it does not; the message names the tensors.
         """
         if faults := shape.faults(self.shapes):
             shown = [*faults[:_SHOWN_FAULTS]]
             if len(faults) > _SHOWN_FAULTS:
                 shown.append(f"... and {len(faults) - _SHOWN_FAULTS} more")
-            raise CheckpointError(
+            raise ShapeError(
                 "\n".join(
                     [
                         f"{self.folder}: the tensors are not those of config.json; none was loaded",

@@ -8,9 +8,11 @@ from itertools import pairwise
 from math import inf, log
 from typing import Any, Literal
 
+from r3.errors import Fault
 
-class ShapeError(ValueError):
-    """config.json does not describe a model that R3 can train; the message names the key."""
+
+class ShapeError(Fault):
+    """A model's files do not describe a model that R3 can train, or do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)

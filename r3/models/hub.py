@@ -23,22 +23,6 @@ SMALL_FILES = (
 _NAME = re.compile(r"hub:([\w-][\w.-]*/[\w.-]+)(?:@(.+))?")
 
 
-class HubError(ShapeError):
-    """A model of the hub that cannot be used.
-
-    Attributes:
-        rule: what is wrong.
-        fix: what to do.
-    """
-
-    def __init__(self, rule: str, fix: str) -> None:
-        self.rule, self.fix = rule, fix
-        super().__init__(rule, fix)  # what unpickling gives to __init__
-
-    def __str__(self) -> str:
-        return f"{self.rule}. Fix: {self.fix}"
-
-
 def is_hub(path: str | Path) -> bool:
     """Whether a setting names a model of the hub and not a folder."""
     return isinstance(path, str) and path.startswith("hub:")
@@ -48,20 +32,20 @@ def folder_of(path: str | Path) -> str:
     """The folder of a model: of one of the hub, that in the cache.
 
     Raises:
-        HubError: it is not in the cache.
+        ShapeError: it is not in the cache.
     """
     if not is_hub(path):
         return str(path)
     if folder := cached(*parsed(str(path))):
         return str(folder)
-    raise HubError("is not in the cache", f"hf download {command(str(path))}")
+    raise ShapeError("is not in the cache", f"hf download {command(str(path))}")
 
 
 def parsed(path: str) -> tuple[str, str]:
     """Repository and revision of a name."""
     if found := _NAME.fullmatch(path):
         return found[1], found[2] or "main"
-    raise HubError("is not a name on the hub", "write hub:OWNER/NAME[@REVISION]")
+    raise ShapeError("is not a name on the hub", "write hub:OWNER/NAME[@REVISION]")
 
 
 def command(path: str) -> str:

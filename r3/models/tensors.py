@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
+from r3.errors import Problem
 from r3.models.sizes import LatentAttention, ModelSizes
 
 Kind = Literal["replicated", "column", "row", "qkv", "gated"]
@@ -171,7 +172,7 @@ def frozen_tensors(shape: ModelSizes, patterns: Sequence[str]) -> frozenset[str]
     """Return the Hugging Face names of the tensors that patterns of `train.freeze` match.
 
     Raises:
-        ValueError: value, rule and fix: a pattern matches nothing, a part of what training holds as
+        Problem: a pattern matches nothing, a part of what training holds as
             one tensor is left out, or nothing is left to train.
     """
     if not patterns:
@@ -182,15 +183,16 @@ def frozen_tensors(shape: ModelSizes, patterns: Sequence[str]) -> frozenset[str]
         if not any(fnmatchcase(name, pattern) for name in names):
             example = "*.mlp.gate.weight" if shape.moe_layers else "model.embed_tokens.weight"
             fix = f"use names of the checkpoint's tensors with * and ?, such as {example}"
-            raise ValueError(pattern, "matches no parameter of the model", fix)
+            raise Problem(value=pattern, rule="matches no parameter of the model", fix=fix)
     for unit in _units(shape):
         outside = [name for name in unit if name not in frozen]
         if outside and len(outside) < len(unit):
             inside = next(name for name in unit if name in frozen)
             rule = f"freezes {inside} and not {outside[0]}, which training holds as one tensor"
-            raise ValueError(tuple(patterns), rule, "freeze both or none of them")
+            raise Problem(value=tuple(patterns), rule=rule, fix="freeze both or none of them")
     if frozen == names:
-        raise ValueError(tuple(patterns), "freezes every parameter", "leave some to train")
+        rule, fix = "freezes every parameter", "leave some to train"
+        raise Problem(value=tuple(patterns), rule=rule, fix=fix)
     return frozenset(frozen)
 
 

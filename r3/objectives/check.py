@@ -10,9 +10,9 @@ from r3.config import Config, Problem
 from r3.config.check import Findings
 from r3.config.layout import check_layout
 from r3.data.template import tokenizer_of
+from r3.errors import ConfigError
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.shape import ModelShape, ShapeError
-from r3.user_code.loading import problem
 
 
 def check_teacher(
@@ -66,12 +66,12 @@ def _fault(
             "(data.max_prompt_tokens and rollout.max_response_tokens)"
         )
     own = config.of_teacher(is_dense=not teacher.moe_layers)
-    layout, known = Findings(own), {problem.field for problem in found.problems}
+    layout, known = Findings(own), {problem.place for problem in found.problems}
     check_layout(own, layout, teacher, world_size)
     return "; ".join(
-        f"{each.field} = {each.value} {each.rule}"
+        f"{each.place} = {each.value} {each.rule}"
         for each in layout.problems
-        if each.field not in known
+        if each.place not in known
     )
 
 
@@ -80,7 +80,7 @@ def token_problems(config: Config, tokenizer: Any) -> list[Problem]:
     problems = []
     own = tokenizer.get_vocab()
     for path in dict.fromkeys(config.algo.teacher):
-        theirs = tokenizer_of(ModelShape.read(path), partial(problem, "algo.teacher"))
+        theirs = tokenizer_of(ModelShape.read(path), partial(ConfigError.of, "algo.teacher"))
         vocabulary = theirs.get_vocab()
         differing = [token for token, at in own.items() if vocabulary.get(token) != at]
         if differing:

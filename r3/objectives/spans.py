@@ -16,7 +16,7 @@ from typing import Any
 
 from r3.data.conversation import is_learned
 from r3.data.prompts import DataError
-from r3.data.rendering import NotRendered, Rendered, TemplateFault
+from r3.data.rendering import Rendered, TemplateFault
 from r3.data.rows import RowProblem
 from r3.data.template import Renderer
 from r3.types import Message
@@ -80,7 +80,9 @@ class SpanFinder:
         places = [place for place, message in enumerate(messages) if is_learned(message)]
         if places[0] == 0:
             rule = "message 0 is of the assistant, and nothing comes before it"
-            raise NotRendered(rule, "put a message of the user before it, or give it train: false")
+            raise TemplateFault(
+                rule, "put a message of the user before it, or give it train: false"
+            )
 
         def rendered(count: int, *, opening: bool = False) -> Rendered:
             return renderer.rendered(messages[:count], tools, opening=opening, rule="learned")
@@ -124,35 +126,37 @@ class SpanFinder:
             after: what follows the message where the conversation ends with it, and that token.
         """
         if (said := whole.end_of(place)) < 0:
-            raise NotRendered(f"message {place} says nothing that could be learned", "leave it out")
+            raise TemplateFault(
+                f"message {place} says nothing that could be learned", "leave it out"
+            )
         ends = [(after.rfind(each) + len(each), each) for each in self._special if each in after]
         end, token = max(ends, default=(0, ""))
         if not token or after[end:].strip():
             raise TemplateFault(f"no special token ends message {place}")
         if not text.startswith(after[:end], said):
             rule = f"the chat template ends message {place} differently once the conversation goes"
-            raise NotRendered(f"{rule} on", "write a row per assistant message")
+            raise TemplateFault(f"{rule} on", "write a row per assistant message")
         if any(token in part.value for part in whole.parts if part.message == place):
             rule = f"message {place} holds {token!r}, which ends a message"
-            raise NotRendered(rule, "leave it out: the chat template writes it")
+            raise TemplateFault(rule, "leave it out: the chat template writes it")
         return said + end
 
 
-def _moved(place: int, before: str, closed: str, *, goes_on: bool) -> NotRendered:
+def _moved(place: int, before: str, closed: str, *, goes_on: bool) -> TemplateFault:
     """Why a conversation does not begin with what the model sees before it writes a message."""
     if goes_on or not before.startswith(closed):
         rule = (
             f"the chat template renders what precedes message {place} differently once the "
             "conversation goes on"
         )
-        return NotRendered(rule, _BY_ROW)
+        return TemplateFault(rule, _BY_ROW)
     rule = (
         f"the chat template asks for message {place} with {before[len(closed) :]!r}, and does not "
         "write that before a message that is there: the model would learn another beginning than "
         "the one it continues"
     )
     fix = "use a chat template that writes both alike (--data.template_kwargs may switch it)"
-    return NotRendered(rule, fix)
+    return TemplateFault(rule, fix)
 
 
 def _reply(content: str) -> Message:

@@ -34,7 +34,7 @@ class Teacher(ScoringPolicy):
         """Build the shard, load it from `path` and put it on the host. All ranks must call.
 
         Raises:
-            CheckpointError: the checkpoint does not have the tensors of its model.
+            ShapeError: the checkpoint does not have the tensors of its model.
         """
         shape = ModelShape.read(path)
         config = config.of_teacher(is_dense=not shape.moe_layers)

@@ -51,7 +51,7 @@ class Policy(ScoringPolicy):
             trains: there will be updates: host memory for the optimizer is made while it is loaded.
 
         Raises:
-            CheckpointError: the checkpoint does not have the tensors of the model.
+            ShapeError: the checkpoint does not have the tensors of the model.
         """
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
         # First: a teacher leaves the device before the policy fills it.

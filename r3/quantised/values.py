@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from r3.models.hf_checkpoint import CheckpointError, CheckpointReader, Place
+from r3.models.hf_checkpoint import CheckpointReader, Place
+from r3.models.hf_config import ShapeError
 from r3.quantised.formats import BLOCK, PER_INT
 
 # Of the four bits of a value: sign, two of exponent, one of mantissa (OCP MX specification, E2M1).
@@ -23,7 +24,7 @@ def read(reader: CheckpointReader, place: Place, group: int) -> torch.Tensor:
         group: int4: columns that share a factor; 0 = all of them.
 
     Raises:
-        CheckpointError: bytes have no factors, or factors belong to no bytes.
+        ShapeError: bytes have no factors, or factors belong to no bytes.
     """
     stored, rows = place.stored, place.rows
     if blocks := reader.part(f"{stored}_blocks"):
@@ -45,7 +46,7 @@ def read(reader: CheckpointReader, place: Place, group: int) -> torch.Tensor:
     is_quantised, factors = piece.dtype.itemsize == 1, reader.part(f"{stored}_scale_inv")
     if is_quantised != (factors is not None):
         fault = f"{stored} is {piece.dtype} with{'out' * is_quantised} {stored}_scale_inv"
-        raise CheckpointError(f"{reader.folder}: {fault}")
+        raise ShapeError(f"{reader.folder}: {fault}")
     if not is_quantised:
         return piece
     *_, row, column = at

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3.data.numbers import final_number
+from r3.errors import ConfigError
 from r3.metrics.glossary import checked_metrics
 from r3.types import Prompt
 from r3.user_code.calls import CallError, awaited, number, own_copy
-from r3.user_code.loading import UserFunction, Wanted, load, load_functions, problem
+from r3.user_code.loading import UserFunction, Wanted, load, load_functions
 
 Reward = Callable[[str, Prompt], Any]
 
@@ -87,7 +88,9 @@ def own_functions(
         if first in _PROMPTS or second in _RESPONSES:
             rule = f"its first parameters are {first} and {second}, and R3 passes "
             fix = "write `def f(response, prompt)`, or `def f(responses, prompt)` for a whole group"
-            raise problem("reward.function", spec, f"{rule}a response first, then its prompt", fix)
+            raise ConfigError.of(
+                "reward.function", spec, f"{rule}a response first, then its prompt", fix
+            )
     return loaded
 
 

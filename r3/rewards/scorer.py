@@ -28,6 +28,7 @@ from r3.config.arguments import ENVIRONMENT, JUDGES, names_of
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
+from r3.errors import Explained
 from r3.rewards import REWARDS, Own, Score, checked_score, own_functions
 from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
@@ -38,7 +39,7 @@ from r3.user_code.workers import Here, Place, Pool, Processes, Threads
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 
 
-class RewardError(RuntimeError):
+class RewardError(Explained):
     """A component failed and `reward.on_error` is "stop". The message names the sample."""
 
 

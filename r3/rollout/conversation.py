@@ -12,6 +12,7 @@ from r3 import extras
 from r3.config import EnvConfig, model_problem
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling
+from r3.errors import Explained
 from r3.types import Message, Prompt
 from r3.user_code.calls import Step
 from r3.user_code.workers import Done
@@ -24,7 +25,7 @@ CHARACTERS_PER_TOKEN = 32
 _READABLE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(Explained):
     """Users' code failed and `env.on_error` is "stop". The message names the sample."""
 
 

@@ -17,6 +17,7 @@ from r3.algo.sums import are_equal
 from r3.config import Config
 from r3.data.prompts import run_prompts, step_prompts
 from r3.engine import Engine, Sampling
+from r3.errors import Explained
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean
 from r3.rollout.collect import Collector, is_cut, limit_notes, rollout_metrics
@@ -39,11 +40,11 @@ _TAKEN = "prompts_taken.json"  # in checkpoints of runs with dynamic sampling
 _MANY_STEPS = 10  # steps in a row without signal after which the warning is repeated
 
 
-class NoSignalError(RuntimeError):
+class NoSignalError(Explained):
     """Too few groups have signal: there is nothing to learn from."""
 
 
-class BudgetError(RuntimeError):
+class BudgetError(Explained):
     """Too few conversations finish within `rollout.step_token_budget` to train on."""
 
 

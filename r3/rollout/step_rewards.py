@@ -10,12 +10,13 @@ from typing import Any
 from r3.algo.advantage import Reward, overlong_penalty
 from r3.algo.sums import are_equal
 from r3.config import Config
+from r3.errors import Explained
 from r3.metrics.reduce import Mean, StandardDeviation
 from r3.runtime.mesh import Axis
 from r3.types import Key, Sample
 
 
-class DroppedError(RuntimeError):
+class DroppedError(Explained):
     """Too few groups are left to train on: environments or reward functions failed."""
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from r3.algo.packing import MISSING, route_dtype
+from r3.errors import Explained
 from r3.metrics.reduce import DEPTHS, DeadExperts, LoadEntropy, LoadMax, Mean, Partial, Sum
 from r3.runtime.mesh import Axis
 from r3.types import Rollout, RouteError
@@ -31,7 +32,7 @@ from r3.types import Rollout, RouteError
 _MANY_ROWS = 64  # fewer rows may be equal by chance
 
 
-class LedgerError(RuntimeError):
+class LedgerError(Explained):
     """The routers used other rows than were captured: routes were lost or invented on the way."""
 
 

@@ -17,23 +17,12 @@ from types import FrameType
 
 import torch
 
-from r3.data.prompts import DataError
-from r3.engine import DeviceMemoryError, EngineConfigError
-from r3.metrics.meter import TrackerError
-from r3.rewards.scorer import RewardError
-from r3.rollout.conversation import EnvironmentFailed
-from r3.rollout.step import BudgetError, NoSignalError
-from r3.rollout.step_rewards import DroppedError
-from r3.routing.ledger import LedgerError
+from r3.errors import EXPLAINED
 from r3.run.checkpointer import SaveError
 from r3.run.folder import RunDir, step_folders, write_text
 from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader, start_command
 from r3.runtime.terminal import flush, say, say_in_handler
-from r3.sync.weights import SyncError
-from r3.types import RouteError
-from r3.user_code.algorithm import AlgorithmError
-from r3.user_code.workers import WorkerError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 REQUEUE = 75  # exit code; sysexits.h calls it "temporary failure: try again later"
@@ -91,25 +80,6 @@ class StopRequest:
         self._name = signal.Signals(number).name
 
 
-# Errors whose message is enough for a user: no traceback is shown for them.
-_EXPLAINED = (
-    AlgorithmError,
-    BudgetError,
-    DataError,
-    DeviceMemoryError,
-    DroppedError,
-    EngineConfigError,
-    EnvironmentFailed,
-    FloatingPointError,
-    LedgerError,
-    NoSignalError,
-    RewardError,
-    RouteError,
-    SaveError,
-    SyncError,
-    TrackerError,
-    WorkerError,
-)
 # What torch and its libraries say when the system gives no memory.
 _NO_HOST_MEMORY = (
     "can't allocate memory",
@@ -194,7 +164,7 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
     if isinstance(error, KeyboardInterrupt):
         return f"\ninterrupted by SIGINT; {resume}"
     where = "" if _OF_A_RANK.match(str(error)) else f" on rank {rank}"
-    if isinstance(error, _EXPLAINED):
+    if isinstance(error, (*EXPLAINED, FloatingPointError, SaveError)):
         lines = [f"{type(error).__name__}{where}: {error}"]
     elif any(sign in str(error) for sign in _NO_HOST_MEMORY) or isinstance(error, MemoryError):
         said = str(error).splitlines() or ["MemoryError"]

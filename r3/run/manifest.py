@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.errors import Fault
 from r3.run.folder import sync_to_disk
 from r3.run.state import RunState
 
@@ -58,7 +59,7 @@ _UNREADABLE = (
 )
 
 
-class DamageError(ValueError):
+class DamageError(Fault):
     """A checkpoint that is not as it was written."""
 
 

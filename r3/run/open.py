@@ -28,6 +28,7 @@ from r3.config import (
     to_yaml,
     with_values,
 )
+from r3.errors import Fault
 from r3.models.hf_checkpoint import replace_folder
 from r3.run.digests import Digests, require_same_digests
 from r3.run.folder import (
@@ -51,7 +52,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
 
 
-class ResumeError(ValueError):
+class ResumeError(Fault):
     """A checkpoint that cannot be resumed from. R3 does not start a new run in its place."""
 
 

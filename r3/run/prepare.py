@@ -15,18 +15,16 @@ from functools import partial
 
 from r3 import extras
 from r3.cli.parse import Invocation
-from r3.config import Config, ConfigError
-from r3.data.prompts import DataError
+from r3.config import Config
+from r3.errors import EXPLAINED, ConfigError
 from r3.metrics.console import stage
 from r3.models.files import AbsentWeightsError, weight_files
-from r3.models.hf_checkpoint import CheckpointError, read_small_files, with_end_tokens
-from r3.rewards.scorer import RewardError
-from r3.rollout.conversation import EnvironmentFailed
+from r3.models.hf_checkpoint import read_small_files, with_end_tokens
 from r3.rollout.task import Task, read_task
 from r3.run.digests import digests_of
 from r3.run.folder import RunDir
 from r3.run.lock import require_free
-from r3.run.open import Opened, ResumeError, open_run
+from r3.run.open import Opened, open_run
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import prepare_environment
 from r3.runtime.process import (
@@ -35,18 +33,11 @@ from r3.runtime.process import (
     is_leader,
 )
 from r3.runtime.terminal import say
-from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.loading import START_LIMIT_S
 
 
 class LaunchError(ConfigError):
     """Variables of one process or machine: every rank that has them says so, not rank 0 alone."""
-
-
-_MISTAKES = (
-    *(AlgorithmError, CheckpointError, ConfigError, DataError),
-    *(EnvironmentFailed, ResumeError, RewardError),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +58,7 @@ def refusing() -> Iterator[None]:
     """Turn a user's mistake into one message on rank 0 and exit code 2; nothing is written."""
     try:
         yield
-    except _MISTAKES as error:
+    except EXPLAINED as error:
         if is_leader() or isinstance(error, LaunchError):
             say(error, error=True)
         sys.exit(2)
@@ -80,7 +71,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         None if there is nothing to run: `--check` is done.
 
     Raises:
-        ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
+        ConfigError, DataError, ResumeError, ShapeError: settings, model folder, data or the
             folder of the run are wrong.
         EnvironmentFailed, RewardError: `--check` tried a function of the user, and it failed.
     """

@@ -16,6 +16,7 @@ from typing import Any
 from r3 import extras
 from r3.config import Config, flatten
 from r3.engine import Engine
+from r3.errors import Explained
 from r3.metrics.console import stage
 from r3.metrics.meter import Meter, Writer
 from r3.policy import Policy
@@ -240,7 +241,7 @@ def build_run(
     )
 
 
-class RankError(RuntimeError):
+class RankError(Explained):
     """Ranks that differ in settings, data or checkpoint."""
 
 

@@ -33,7 +33,7 @@ def chosen(words: str) -> frozenset[str]:
     if names != ["none"] and unknown:
         known = ", ".join(KERNELS)
         rule = f"{', '.join(map(repr, unknown))}: no kernel has this name"
-        raise ConfigError([Problem(VARIABLE, words, rule, f"use all, none or some of {known}")])
+        raise ConfigError.of(VARIABLE, words, rule, f"use all, none or some of {known}")
     return frozenset(names) & frozenset(KERNELS)
 
 

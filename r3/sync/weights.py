@@ -17,7 +17,9 @@ import torch
 from safetensors import SafetensorError
 
 from r3 import extras
-from r3.models.hf_checkpoint import CheckpointError, joined, kept, write_checkpoint
+from r3.errors import Explained
+from r3.models.hf_checkpoint import joined, kept, write_checkpoint
+from r3.models.hf_config import ShapeError
 from r3.models.tensors import Experts, S, Shard, ShardId, SyncPlan, collect
 from r3.policy.weight_slots import join_shards, named
 from r3.runtime.device import Device
@@ -68,7 +70,7 @@ def export(
                 dtype=dtype,
                 metadata=metadata,
             )
-        except (OSError, SafetensorError, CheckpointError) as error:
+        except (OSError, SafetensorError, ShapeError) as error:
             failure = str(error)
     if stream.crosses_network:  # after a failure too: other ranks read as far
         for _ in weights:
@@ -77,7 +79,7 @@ def export(
         raise OSError(failure)
 
 
-class SyncError(RuntimeError):
+class SyncError(Explained):
     """The engine does not have the policy's weights."""
 
 

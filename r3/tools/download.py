@@ -20,7 +20,7 @@ from r3.models.files import AbsentWeightsError, weight_files
 from r3.models.hub import (
     INDEX,
     SMALL_FILES,
-    HubError,
+    ShapeError,
     cache_folder,
     cached,
     command,
@@ -37,9 +37,9 @@ def fetch_small(path: str) -> Path:
     """Return the folder of a model of the hub that has all files but the weights.
 
     Raises:
-        HubError: they are neither in the cache nor to be had.
+        ShapeError: they are neither in the cache nor to be had.
     """
-    if isinstance(found := _fetched(path), HubError):
+    if isinstance(found := _fetched(path), ShapeError):
         raise found
     return found
 
@@ -52,7 +52,7 @@ def fetch_weights(path: str, say: Callable[[str], None]) -> None:
         say: gets one line before a download.
 
     Raises:
-        HubError: they are not to be had, or the disk has no room for them.
+        ShapeError: they are not to be had, or the disk has no room for them.
     """
     folder, (repo, _) = fetch_small(path), parsed(path)
     with _alone(repo):
@@ -67,18 +67,18 @@ def weights_note(path: str) -> str:
     """What a start has to download of a model whose small files are here; "" if nothing.
 
     Raises:
-        HubError: the disk has no room for it.
+        ShapeError: the disk has no room for it.
     """
     try:
         size = sum(_missing_weights(path).values())
-    except HubError as error:
+    except ShapeError as error:
         return f"not all of its weights are in the cache {cache_folder()}, and {error.rule}"
     _require_room(path, size)
     return f"{_gib(size)} of weights are not in the cache {cache_folder()} yet" if size else ""
 
 
 @lru_cache(maxsize=64)  # settings are checked several times: of a failure, too, one request
-def _fetched(path: str) -> Path | HubError:
+def _fetched(path: str) -> Path | ShapeError:
     try:
         repo, revision = parsed(path)
         if folder := cached(repo, revision):
@@ -90,10 +90,10 @@ def _fetched(path: str) -> Path | HubError:
             small = [name for name in sizes if _is_small(name)]
             if "config.json" not in sizes:
                 fix = "give a model that transformers loads, with config.json and *.safetensors"
-                raise HubError("has no config.json", fix)
+                raise ShapeError("has no config.json", fix)
             _require_room(path, sum(sizes[name] for name in small))
             return Path(_ask(path, lambda: _download(repo, revision, small)))
-    except HubError as error:
+    except ShapeError as error:
         return error
 
 
@@ -120,7 +120,7 @@ def _missing_weights(path: str) -> dict[str, int]:
         missing = [name for name in sizes if fnmatch(name, "*.safetensors") and "/" not in name]
     if not missing or (absent := [name for name in missing if name not in sizes]):
         rule = f"has no {absent[0]}" if missing else "has no *.safetensors files"
-        raise HubError(rule, "use a repository with weights as safetensors")
+        raise ShapeError(rule, "use a repository with weights as safetensors")
     return {name: sizes[name] for name in missing}
 
 
@@ -145,7 +145,7 @@ def _sizes(path: str) -> dict[str, int]:
 
 
 def _ask(path: str, request: Callable[[], T]) -> T:
-    """Return the result of a request to the hub; what fails becomes a HubError."""
+    """Return the result of a request to the hub; what fails becomes a ShapeError."""
     from huggingface_hub import errors
 
     # What huggingface_hub raises without an answer, with another one, or on a full disk.
@@ -157,12 +157,12 @@ def _ask(path: str, request: Callable[[], T]) -> T:
         return request()
     except errors.GatedRepoError:
         fix = f"accept its terms on the page of {repo}, then {token}"
-        raise HubError("is gated: its owners let in whom they accept", fix) from None
+        raise ShapeError("is gated: its owners let in whom they accept", fix) from None
     except errors.RevisionNotFoundError:
         fix = f"name a branch, tag or commit of {repo}"
-        raise HubError(f"has no revision {revision!r}", fix) from None
+        raise ShapeError(f"has no revision {revision!r}", fix) from None
     except errors.RepositoryNotFoundError:
-        raise HubError(
+        raise ShapeError(
             "is not on the hub, or is private", f"check the name; for a private model, {token}"
         ) from None
     except without_answer as error:
@@ -175,17 +175,17 @@ def _ask(path: str, request: Callable[[], T]) -> T:
             f"try again, or copy {cache_folder()} from where `hf download {command(path)}` works. "
             "HF_ENDPOINT names another server"
         )
-        raise HubError(rule, fix) from None
+        raise ShapeError(rule, fix) from None
 
 
 def _require_room(path: str, size: int) -> None:
-    """Raise HubError if the disk of the cache has no room for so many bytes."""
+    """Raise ShapeError if the disk of the cache has no room for so many bytes."""
     folder = cache_folder()
     there = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(there).free
     if size + _KEPT_FREE > free:
         rule = f"{_gib(size)} are to be downloaded, and the disk of {folder} has {_gib(free)} free"
-        raise HubError(rule, "free space, or name a cache on another disk with HF_HUB_CACHE")
+        raise ShapeError(rule, "free space, or name a cache on another disk with HF_HUB_CACHE")
 
 
 def _gib(size: float) -> str:
@@ -201,7 +201,7 @@ def _alone(repo: str) -> Iterator[None]:
         handle = file.open("w")
     except OSError as error:
         fix = "name a cache that may be written with HF_HUB_CACHE"
-        raise HubError(f"cannot be kept in {cache_folder()}: {error.strerror}", fix) from None
+        raise ShapeError(f"cannot be kept in {cache_folder()}: {error.strerror}", fix) from None
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

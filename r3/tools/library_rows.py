@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from r3.config.arguments import argument_value, arguments_fault
-from r3.data.rows import SourceError
 from r3.data.sources import Numbered, imported, is_saved
+from r3.errors import Fault
 
 
 def rows_of(source: str, folder: Path | None, split: str) -> Numbered:
@@ -20,7 +20,7 @@ def rows_of(source: str, folder: Path | None, split: str) -> Numbered:
         split: of the folder.
 
     Raises:
-        SourceError: the source cannot be read, or its library is not installed.
+        Fault: the source cannot be read, or its library is not installed.
     """
     if folder is None:
         return _gym(source) if source.startswith("gym:") else _hub(source)
@@ -42,16 +42,16 @@ def _saved(folder: Path, split: str) -> Numbered:
     try:
         found = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise SourceError(f"cannot be read by datasets ({error})", "save it again") from error
+        raise Fault(f"cannot be read by datasets ({error})", "save it again") from error
     if isinstance(found, datasets.DatasetDict):
         names = ", ".join(found)
         if not split and len(found) > 1:
-            raise SourceError(f"has the splits {names}", f"name one: {folder}:{next(iter(found))}")
+            raise Fault(f"has the splits {names}", f"name one: {folder}:{next(iter(found))}")
         if split and split not in found:
-            raise SourceError(f"has no split {split!r}", f"one of {names}")
+            raise Fault(f"has no split {split!r}", f"one of {names}")
         found = found[split or next(iter(found))]
     elif split:
-        raise SourceError(f"has no splits, and {split!r} was given", f"give {folder}")
+        raise Fault(f"has no splits, and {split!r} was given", f"give {folder}")
     return enumerate(found, 1)
 
 
@@ -60,7 +60,7 @@ def _hub(source: str) -> Numbered:
     name, at, revision = named.partition("@")
     if name.count("/") > 1 or not name or len(more) > 2 or not all(more) or (at and not revision):
         form = "hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT]"
-        raise SourceError("is not a name on the hub", f"write {form}")
+        raise Fault("is not a name on the hub", f"write {form}")
     config = more[0] if len(more) == 2 else None
     fix = "check the name, and whether the hub can be reached (HF_ENDPOINT, HF_HUB_OFFLINE)"
     return _load_dataset(name, config, more[-1] if more else "train", fix, revision or None)
@@ -77,7 +77,7 @@ def _load_dataset(
             name, config, split=split, revision=revision, download_mode=mode
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise SourceError(f"cannot be loaded by datasets ({error})", fix) from error
+        raise Fault(f"cannot be loaded by datasets ({error})", fix) from error
     return enumerate(found, 1)
 
 
@@ -87,19 +87,19 @@ def _gym(source: str) -> Numbered:
     task, *settings = source.removeprefix("gym:").split(",")
     if fault := arguments_fault(settings):
         item, rule, fix = fault
-        raise SourceError(f"{item!r} {rule}", fix)
+        raise Fault(f"{item!r} {rule}", fix)
     values: dict[str, Any] = {"size": 1000, "seed": 0}
     for setting in settings:
         name, _, text = setting.partition("=")
         if not (name and text):
-            raise SourceError(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
+            raise Fault(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
         values[name] = argument_value(text)
     try:
         entries = reasoning_gym.create_dataset(task, **values)
     except (ValueError, TypeError, AssertionError) as error:
         # An unknown task, an unknown setting, a bad value
         fix = "see the names in reasoning_gym.factory.DATASETS, and the task's config"
-        raise SourceError(f"is refused by reasoning-gym ({error})", fix) from error
+        raise Fault(f"is refused by reasoning-gym ({error})", fix) from error
     # Some tasks have no single answer: their scorer reads the whole entry.
     for index in range(len(entries)):
         entry = entries[index]

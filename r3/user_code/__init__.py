@@ -6,6 +6,6 @@ __getattr__ = names_of(
     __name__,
     algorithm="AlgorithmError advantage_of bounds_of loss_of",
     calls="CallError CallTimeout",
-    loading="UserFileError forget_files load time_limit",
+    loading="forget_files load time_limit",
     workers="Done Here Place Pool Processes Threads WorkerError",
 )

@@ -15,12 +15,13 @@ from r3 import extras
 from r3.algo.advantage import ADVANTAGES
 from r3.algo.loss import LOSSES, Bounds, Loss
 from r3.config import AlgoConfig
+from r3.errors import Explained
 from r3.user_code.loading import cached
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
 
-class AlgorithmError(RuntimeError):
+class AlgorithmError(Explained):
     """A user's loss or advantage raised an error or returned a wrong result."""
 
 

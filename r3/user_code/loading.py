@@ -36,9 +36,10 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from r3 import extras
+from r3.errors import ConfigError, Fault, Problem
 
 if TYPE_CHECKING:
-    from r3.config import AlgoConfig, ConfigError, Problem
+    from r3.config import AlgoConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -153,15 +154,11 @@ def as_named(text: str) -> str:
     return _MODULE.sub(r"\1", text)
 
 
-class UserFileError(Exception):
-    """A user's file that ends the process, or never ends, while it is imported."""
-
-
 def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
     """Load the object `path/to/file.py:name`. A file runs once per run; it may raise anything.
 
     Raises:
-        UserFileError: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
+        Fault: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
@@ -170,12 +167,12 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
     if module_name not in sys.modules:
         _files[module_name], others = path, set(sys.modules)
         try:
-            late = UserFileError(f"{path} was not imported after {limit_s:g} s")
+            late = Fault(f"{path} was not imported after {limit_s:g} s")
             with extras.surroundings().restored(str(path)):
                 time_limit(partial(importlib.import_module, module_name), limit_s, lambda: late)
         except SystemExit as error:
             code = error.code if error.code is not None else ""
-            raise UserFileError(f"{path} calls sys.exit({code}) while it is imported") from None
+            raise Fault(f"{path} calls sys.exit({code}) while it is imported") from None
         finally:
             new = {name: sys.modules[name] for name in sys.modules.keys() - others}
             _beside.update(name for name, each in new.items() if _is_beside(each, path))
@@ -315,21 +312,21 @@ def load_for(field: str, spec: str, definition: str) -> Any:
     """
     file, _, name = spec.rpartition(":")
     if fault := file_fault(file):
-        raise problem(field, spec, fault, path_fix(file))
+        raise ConfigError.of(field, spec, fault, path_fix(file))
     try:
         return load(spec)
-    except UserFileError as error:
+    except Fault as error:
         fix = "keep only definitions at the top of the file"
-        raise problem(field, spec, f"{error}", fix) from None
+        raise ConfigError.of(field, spec, f"{error}", fix) from None
     except Exception as error:  # a user's file may raise anything; the message names it
         if isinstance(error, AttributeError) and error.name == name:
             rule = f"{file} defines no {name!r}"
-            raise problem(field, spec, rule, f"write `{definition}` there") from None
+            raise ConfigError.of(field, spec, rule, f"write `{definition}` there") from None
         rule = f"{_place(error, file)} raised {type(error).__name__}: {as_named(str(error))}"
         fix = "correct the file"
         if isinstance(error, ModuleNotFoundError):
             fix = "install it, or name the folder that has it in PYTHONPATH"
-        raise problem(field, spec, rule, fix) from error
+        raise ConfigError.of(field, spec, rule, fix) from error
 
 
 def _place(error: Exception, file: str) -> str:
@@ -379,7 +376,7 @@ class Wanted:
         if not (inspect.isclass(function) if self.is_class else callable(function)):
             file, _, name = self.spec.rpartition(":")
             rule = f"{name} is not a {'class' if self.is_class else 'function'} in {file}"
-            raise problem(self.field, self.spec, rule, f"write `{self.definition}` there")
+            raise ConfigError.of(self.field, self.spec, rule, f"write `{self.definition}` there")
         return cast("Callable[..., Any]", function)
 
     def require_call(
@@ -394,7 +391,7 @@ class Wanted:
             given = [*self.passed, *(f"{key}={value!r}" for key, value in arguments.items())]
             rule = f"{name} cannot be called as {name}({', '.join(given)}): {error}"
             fix = f"write `{self.definition}`{self.also}; --{items_field} sets further parameters"
-            raise problem(self.field, self.spec, rule, fix) from None
+            raise ConfigError.of(self.field, self.spec, rule, fix) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,7 +420,6 @@ def load_functions(
     Raises:
         ConfigError: everything that keeps them from being loaded and called so.
     """
-    from r3.config import ConfigError, Problem
     from r3.config.arguments import Taker, assigned
 
     problems: list[Problem] = []
@@ -476,10 +472,3 @@ def functions_of_algorithm(algo: AlgoConfig) -> dict[str, UserFunction]:
     ]
     loaded = load_functions(wanted, "algo.args", algo.args)
     return dict(zip(algo.own_functions, loaded, strict=True))
-
-
-def problem(field: str, spec: object, rule: str, fix: str) -> ConfigError:
-    """Return the error of one setting."""
-    from r3.config import ConfigError, Problem
-
-    return ConfigError([Problem(field=field, value=spec, rule=rule, fix=fix)])

@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
 
+from r3.errors import Explained
 from r3.user_code.calls import Failure, event_loop, failure_of, outcome, stop_event_loop
 from r3.user_code.loading import START_LIMIT_S
 
@@ -47,7 +48,7 @@ class Done:
     failure: Failure | None
 
 
-class WorkerError(RuntimeError):
+class WorkerError(Explained):
     """Worker processes cannot be started."""
 
 

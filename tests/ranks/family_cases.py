@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.direct_weights import matrices
 from r3.layers import packed_params, zigzag_rows
-from r3.models import CheckpointError, Experts, joined, read_small_files
-from r3.models.shape import ModelShape
+from r3.models import Experts, joined, read_small_files
+from r3.models.shape import ModelShape, ShapeError
 from r3.policy import Policy, chained
 from r3.run import load as load_checkpoint
 from r3.runtime.device import Device
@@ -374,7 +374,7 @@ def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
         save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
         messages[kind] = message_of(
             lambda target=target: policy_of(device, mesh, tiny_config(target)),
-            CheckpointError,
+            ShapeError,
         )
     return messages
 

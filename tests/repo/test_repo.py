@@ -27,7 +27,18 @@ EXTRAS = (
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later
 # one.
 PACKAGES = [
-    *["types", "models", "config", "assets", "configs", "algo", "runtime", "user_code", "data"],
+    *[
+        "errors",
+        "types",
+        "models",
+        "config",
+        "assets",
+        "configs",
+        "algo",
+        "runtime",
+        "user_code",
+        "data",
+    ],
     *["metrics", "routing"],
     *["rewards", "checks", "cli", "engine", "layers", "policy", "rollout", "sync", "run"],
     *EXTRAS,

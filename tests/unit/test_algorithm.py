@@ -70,7 +70,7 @@ def found(config: Config) -> dict[str, str]:
     """Field -> message of what is wrong with settings and files."""
     problems = checks.problems(config, 1)
     checks.load_files(config, problems)
-    return {each.field: str(each) for each in problems}
+    return {each.place: str(each) for each in problems}
 
 
 # --- called like the built-in ones --------------------------------------------------------------

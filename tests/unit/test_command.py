@@ -184,4 +184,4 @@ def test_a_command_that_cannot_be_used_is_a_problem(
 ) -> None:
     budget = {"step_token_budget": 9} if field.startswith("rollout") else {}
     problems = checks.problems(tiny_config(env=env, rollout=budget), 1)
-    assert text in {each.field: each.rule for each in problems}[field]
+    assert text in {each.place: each.rule for each in problems}[field]

@@ -93,7 +93,7 @@ def test_tensor_parallelism_must_divide_the_widths(sizes: dict[str, Any], rule: 
 def test_a_dense_model_has_no_experts_to_lay_out() -> None:
     config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
     problems = checks.examine(config, 2, DENSE).problems
-    assert "dense" in {problem.field: problem.rule for problem in problems}["parallel.ep"]
+    assert "dense" in {problem.place: problem.rule for problem in problems}["parallel.ep"]
 
 
 @pytest.mark.parametrize(

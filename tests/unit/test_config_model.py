@@ -14,7 +14,6 @@ from r3 import checks
 from r3.assets import TINY_MOE
 from r3.config import with_values
 from r3.models import (
-    CheckpointError,
     CheckpointReader,
     checkpoint_faults,
     checkpoint_tensors,
@@ -86,7 +85,7 @@ def weight_map(*names: str, file: str = "model-00001-of-00002.safetensors") -> b
 def test_broken_model_is_refused(folder: Path, spoil: Callable[[Path], object], rule: str) -> None:
     spoil(folder)
     problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
-    assert [problem.field for problem in problems] == ["model.path"]
+    assert [problem.place for problem in problems] == ["model.path"]
     assert rule in str(problems[0])
 
 
@@ -102,7 +101,7 @@ def test_folder_of_no_model_is_named(tmp_path: Path, names: list[str], rule: str
     for name in names:
         write(name, b"{}")(tmp_path)
     (problem,) = checks.problems(with_values(TINY, {"model.path": str(tmp_path)}), 2)
-    assert problem.field == "model.path" and problem.rule.startswith(rule)
+    assert problem.place == "model.path" and problem.rule.startswith(rule)
     assert fix in problem.fix
 
 
@@ -135,7 +134,7 @@ def test_part_of_a_model_is_named(folder: Path, make: Callable[[Path], object], 
     make(folder)
     with pytest.raises(ShapeError, match=re.escape(rule)):
         checkpoint_tensors(folder)
-    with pytest.raises(CheckpointError, match=re.escape(rule)):
+    with pytest.raises(ShapeError, match=re.escape(rule)):
         CheckpointReader(folder)
 
 

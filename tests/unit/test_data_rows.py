@@ -55,7 +55,7 @@ def test_a_bad_row_is_named(
     path = write(tmp_path, GOOD, "", line)
     _, problems = read_rows(str(path), columns)
     (problem,) = [each for each in problems if each.line == 3]
-    assert problem.field == field and rule in str(problem)
+    assert problem.column == field and rule in str(problem)
     assert problem.fix and "a int" not in str(problem) and "NoneType" not in str(problem)
 
 
@@ -101,7 +101,7 @@ def test_an_empty_reference_answer_is_refused(function: str, tmp_path: Path) -> 
     row = RewardConfig(function=("row",), row_functions=("exact", "gsm8k", "math"))
     for reward in (RewardConfig(function=(function,)), row):
         _, problems = read_rows(str(path), columns_of(Config(reward=reward)))
-        assert problems[0].field == "answer" and "is empty, and the" in problems[0].rule
+        assert problems[0].column == "answer" and "is empty, and the" in problems[0].rule
     assert not read_rows(str(path), columns_of(Config(reward=RewardConfig(function=("http",)))))[1]
 
 

@@ -102,7 +102,7 @@ def test_expandable_segments_are_refused_under_both_names(name: str, monkeypatch
     shape = ModelShape.read(config.model.path)
     monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
     (problem,) = extras.device_problems(config, shape, is_cuda=True)
-    assert problem.field == name and "memory handles" in problem.rule and name in problem.fix
+    assert problem.place == name and "memory handles" in problem.rule and name in problem.fix
     assert extras.device_problems(config, shape, is_cuda=False) == []
     monkeypatch.setenv(name, "expandable_segments:False")
     assert extras.device_problems(config, shape, is_cuda=True) == []
@@ -116,7 +116,7 @@ def test_experts_that_the_grouped_product_refuses_on_cuda_are_refused() -> None:
 
     assert found(width=64) == []
     (problem,) = found()
-    assert (problem.field, "36" in problem.rule) == ("model.experts", True)
+    assert (problem.place, "36" in problem.rule) == ("model.experts", True)
     assert found(width=72, changes={"parallel": {"tp": 2}})  # 36 per rank
     # float32 has twice as many bytes per number, and other ways have no such rule.
     assert found(changes={"model": {"dtype": "float32"}}) == []

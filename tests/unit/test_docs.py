@@ -19,7 +19,9 @@ README_WORDS = 1300
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 AREAS = "reward|eval|rollout|env|mismatch|routing|loss|correction|policy|optim|time|perf|memory"
 # Private ones never reach a user.
-ERRORS = re.compile(r"^class ([A-Z]\w*)\((?:\w*Error|Exception)\):", re.MULTILINE)
+ERRORS = re.compile(
+    r"^class ([A-Z]\w*)\((?:\w*Error|Exception|Explained|Fault|Problem)\):", re.MULTILINE
+)
 
 
 def make_docs() -> Any:

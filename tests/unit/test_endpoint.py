@@ -245,7 +245,7 @@ def test_a_parser_that_cannot_be_used_is_a_problem(
     with pytest.raises(ConfigError) as caught:
         ConversationSetup.of(EnvConfig(name="calculator", **settings), tokenizer, "tiny")
     (problem,) = caught.value.problems
-    assert problem.field == field and text in f"{problem.rule} {problem.fix}"
+    assert problem.place == field and text in f"{problem.rule} {problem.fix}"
 
 
 MCP_SERVER = """
@@ -670,7 +670,7 @@ def test_agents_are_told_a_host_that_they_can_reach(listen: str, advertise: str,
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused(name: str, value: str) -> None:
     problems = checks.examine(tiny_config(env={"path": "a.py:A", name: value}), 1).problems
-    assert [each.field for each in problems if each.field == f"env.{name}"] == [f"env.{name}"]
+    assert [each.place for each in problems if each.place == f"env.{name}"] == [f"env.{name}"]
 
 
 def test_tokens_of_finished_episodes_are_refused(tokenizer: Any) -> None:

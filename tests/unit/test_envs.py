@@ -85,7 +85,7 @@ def test_a_users_file_is_refused_by_name(
 def test_settings_of_the_environment_are_checked(
     fields: dict[str, Any], field: str, text: str
 ) -> None:
-    found = [problem for problem in problems(tiny_config(env=fields), 1) if problem.field == field]
+    found = [problem for problem in problems(tiny_config(env=fields), 1) if problem.place == field]
     assert found and text in str(found[0])
 
 

@@ -21,11 +21,12 @@ from r3 import assets
 from r3.checks import problems
 from r3.config import Config, ConfigError, RewardConfig, from_yaml
 from r3.data import Columns, DataError, Renderer, read_rows
+from r3.errors import Fault
 from r3.models.shape import ModelShape, ShapeError
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt
-from r3.user_code import UserFileError, load, time_limit
+from r3.user_code import load, time_limit
 from tests.errors import Patch
 from tests.settings import found, found_in_files
 from tests.tiny import responded, tiny_config
@@ -46,7 +47,7 @@ def test_import_that_never_ends_names_the_file(body: str, tmp_path: Path) -> Non
     path = tmp_path / "mine.py"
     path.write_text(f"def score(response, prompt): return 1.0\n{body}\n")
     began = time.monotonic()
-    with pytest.raises(UserFileError, match=r"mine\.py was not imported after 0\.5 s"):
+    with pytest.raises(Fault, match=r"mine\.py was not imported after 0\.5 s"):
         load(f"{path}:score", limit_s=0.5)
     assert time.monotonic() - began < 10
     path.write_text("def score(response, prompt): return 1.0\n")
@@ -64,7 +65,7 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     for source in (str(tmp_path / "rows.jsonl"), "x" * 5000, f"{'x' * 5000}:train", "a\0b"):
         rows, (problem,) = read_rows(source, COLUMNS)
-        assert rows == [] and problem.field == "file"
+        assert rows == [] and problem.column == "file"
 
 
 WRONG_KINDS: list[tuple[str, list[object]]] = [
@@ -355,7 +356,7 @@ def test_a_run_folder_that_cannot_be_one_is_a_problem(kind: str, tmp_path: Path)
     elif kind == "config":
         os.mkfifo(run / "config.yaml")
     (found,) = problems(tiny_config(log={"dir": path}), 1)
-    assert found.field == "log.dir"
+    assert found.place == "log.dir"
     str(found).encode()  # can be printed
 
 
@@ -382,5 +383,5 @@ def test_a_settings_file_that_explodes_is_refused(text: str) -> None:
 )
 def test_a_value_the_engine_cannot_use_is_refused(section: str, fields: dict[str, Any]) -> None:
     (name,) = fields
-    found = [problem.field for problem in problems(tiny_config(**{section: fields}), 1)]
+    found = [problem.place for problem in problems(tiny_config(**{section: fields}), 1)]
     assert found == [f"{section}.{name}"]

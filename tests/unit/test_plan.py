@@ -358,7 +358,7 @@ def test_every_proposal_fits(config: Config, shape: ModelShape, count: int, gib:
     for words in re.findall(r"^\d\. (--.*)", text, re.MULTILINE):
         candidate = with_values(config, values_of(words))
         problems = examine(candidate, count, shape).problems
-        assert [each for each in problems if each.field not in missing] == [], words
+        assert [each for each in problems if each.place not in missing] == [], words
         assert plan.fit(candidate, shape, count, gib).fits, words
         kinds.append(values_of(words).get("model.recompute", given))
     order = ["none", "selective", "moe", "full"]
@@ -390,7 +390,7 @@ def test_the_check_refuses_only_what_cannot_fit() -> None:
     problems, warnings = memory_problems(BIG, BIG_SHAPE, 8, 141)
     assert (problems, warnings) == ([], [])
     (problem,), _ = memory_problems(BIG, BIG_SHAPE, 8, 80)
-    assert problem.field == "engine.memory_fraction"  # 0.7 of 80 is less than the weights
+    assert problem.place == "engine.memory_fraction"  # 0.7 of 80 is less than the weights
     split = with_values(BIG, {"parallel.engine_tp": 4})
     (problem,), _ = memory_problems(split, BIG_SHAPE, 8, 70)
     assert "TRAIN needs 71.5 GiB on each rank without any buffers" in str(problem)
@@ -402,7 +402,7 @@ def test_the_check_refuses_what_cannot_fit_the_host() -> None:
     # Qwen3-30B-A3B on 8 ranks: 42.7 GiB of optimizer's state each; a checkpoint needs 57.7 more.
     assert host_problems(BIG, BIG_SHAPE, 8, 1024, ranks=8) == ([], [])
     (problem,), _ = host_problems(BIG, BIG_SHAPE, 8, 300, ranks=8)
-    assert (problem.field, problem.value) == ("host memory", "300.0 GiB")
+    assert (problem.place, problem.value) == ("host memory", "300.0 GiB")
     assert "8 ranks need 341." in problem.rule and "optimizer 42.7" in problem.rule
     problems, (warning,) = host_problems(BIG, BIG_SHAPE, 8, 512, ranks=8)
     assert not problems and "checkpoint" in warning

@@ -75,7 +75,7 @@ def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_pat
         load_prompts(write(tmp_path, *lines), refusing, **OPTIONS)
     assert [problem.line for problem in caught.value.problems] == [3, 6]
     for problem in caught.value.problems:
-        assert problem.field == "question" and problem.rule.startswith("is refused ")
+        assert problem.column == "question" and problem.rule.startswith("is refused ")
         assert "(not this)" in problem.rule
 
 

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3.models import (
-    CheckpointError,
     CheckpointReader,
     checkpoint_faults,
     joined,
@@ -180,7 +179,7 @@ def test_bytes_without_factors_and_factors_without_bytes_are_refused(
         checkpoint_faults(folder, shape)
     with CheckpointReader(folder) as reader:
         reader.require(shape)
-        with pytest.raises(CheckpointError, match=said[1]):
+        with pytest.raises(ShapeError, match=said[1]):
             reader.read(name)
 
 

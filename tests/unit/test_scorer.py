@@ -199,7 +199,7 @@ def test_an_argument_may_be_for_the_function_of_a_set(file: Path) -> None:
         reward={"function": (mine,), "args": ("limit=3",)},
         eval={"function": (other,), "path": (str(assets.WORD_PROBLEMS_EVAL),)},
     )
-    assert not [each for each in problems(config, 1) if each.field == "reward.args"]
+    assert not [each for each in problems(config, 1) if each.place == "reward.args"]
     task = read_task(config)
     (heldout,) = task.heldout
     assert heldout.scorer(rollout("abcd"), PROMPT) == 0.0

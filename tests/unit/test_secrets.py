@@ -25,7 +25,7 @@ BY_FORM = [
 def test_a_setting_with_a_key_is_refused_without_showing_it(text: str) -> None:
     config = tiny_config(reward={"args": ("n=3", text)})
     (problem,) = [each for each in problems(config, 1) if "looks like a key" in each.rule]
-    assert problem.field == "reward.args"
+    assert problem.place == "reward.args"
     assert text[2:] not in str(problem) and "hunter2" not in str(problem)
     assert "reward.api_key_env" in problem.fix
 

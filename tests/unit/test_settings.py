@@ -67,7 +67,7 @@ def test_sections_and_full_names_are_the_same() -> None:
     assert from_yaml("train.lr: 1e-4\ntrain: {steps: 3}") == expected
     problems: list[Problem] = []
     read_values({**nested, **flat, "lr": 1, "trian": {}}, problems, [])
-    assert [problem.field for problem in problems] == ["train.lr", "lr", "trian"]
+    assert [problem.place for problem in problems] == ["train.lr", "lr", "trian"]
     assert "given twice" in problems[0].rule and "did you mean train.lr?" in problems[1].fix
 
 
@@ -83,7 +83,7 @@ def test_sections_and_full_names_are_the_same() -> None:
 def test_a_key_given_twice_is_refused_with_its_lines(text: str, field: str, lines: str) -> None:
     with pytest.raises(ConfigError, match=f"given twice in my.yaml, in lines {lines}") as error:
         load_yaml(text, "my.yaml")
-    assert error.value.problems[0].field == field
+    assert error.value.problems[0].place == field
     merged = load_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "my.yaml")
     assert merged["b"] == {"x": 3, "y": 2}  # a merge key is there to be replaced
 
@@ -175,7 +175,7 @@ def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
     text += "trian: {}\ndata: {path: 7}\nlog: verbose"
     with pytest.raises(ConfigError) as error:
         from_yaml(text)
-    fields = [problem.field for problem in error.value.problems]
+    fields = [problem.place for problem in error.value.problems]
     wrong = "train.stepz train.lr train.seed replay.mode replay.reference trian data.path log"
     assert fields == wrong.split()
     assert "did you mean train.steps" in str(error.value)
@@ -388,7 +388,7 @@ def test_a_rule_accepts_what_its_words_say(
 )
 def test_sections_made_in_python_are_checked_as_well(name: str, value: object, rule: str) -> None:
     (problem,) = problems(with_values(TINY, {name: value}), 2)
-    assert (problem.field, problem.rule) == (name, rule)
+    assert (problem.place, problem.rule) == (name, rule)
 
 
 def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:

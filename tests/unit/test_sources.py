@@ -95,7 +95,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
         load_prompts(source, tokenizer, **OPTIONS)
     (problem,) = caught.value.problems
     file = f"{source}/rows.parquet" if make is data_files else source
-    assert (problem.file, problem.line, problem.field) == (file, 2, "question")
+    assert (problem.file, problem.line, problem.column) == (file, 2, "question")
     assert problem.rule == "is empty" and problem.fix
 
 
@@ -126,7 +126,7 @@ def test_a_source_that_cannot_be_read_is_named(
     saved(Path(), ROWS)
     saved_splits(Path(), ROWS)
     rows, (problem,) = read_rows(source, Columns())
-    assert not rows and (problem.file, problem.line, problem.field) == (source, 0, "file")
+    assert not rows and (problem.file, problem.line, problem.column) == (source, 0, "file")
     assert rule in str(problem)
 
 
@@ -363,7 +363,7 @@ def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:
     assert prompt.answer == "2"  # the column with that very name comes first
     for key in ("extra.answer", "extra.question.text", "other.question"):
         _, (problem,) = read_rows(jsonl(tmp_path, [row]), Columns(prompt=key, answer=""))
-        assert problem.field == key and "the row has extra, reward.truth, reward" in problem.rule
+        assert problem.column == key and "the row has extra, reward.truth, reward" in problem.rule
 
 
 def test_messages_about_a_held_out_set_name_its_settings(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_verifier_that_a_row_names_is_checked_when_it_is_read(tmp_path: Path) ->
     ]
     for row, field, rule in bad:
         _, (problem,) = read_rows(jsonl(tmp_path, [row]), columns)
-        assert problem.field == field and rule in problem.rule
+        assert problem.column == field and rule in problem.rule
     assert columns_of(Config()).verifiers == ()
     own = RewardConfig(function=("row",), row_functions=("math", "http", "mine.py:brief"))
     columns = columns_of(Config(reward=own))

@@ -165,7 +165,7 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -
 
 def test_another_value_than_the_objective_brings_is_refused() -> None:
     others = {"algo.kl_coef": 0.1, "replay.mode": "r2", "algo.loss": "gspo", "algo.args": ("a=1",)}
-    found = {each.field: str(each) for each in problems(with_values(SFT, others), 1)}
+    found = {each.place: str(each) for each in problems(with_values(SFT, others), 1)}
     assert found.keys() == others.keys()
     rule = "train.objective sft needs off. Fix: leave it out, or add --replay.mode off"
     assert rule in found["replay.mode"]
@@ -196,7 +196,7 @@ def test_a_length_that_divides_the_loss_has_an_effect() -> None:
 def test_batches_need_no_equal_share_per_rank() -> None:
     assert problems(with_values(SFT, {"rollout.prompts_per_step": 3}), 2) == []
     rl = with_values(SFT, {"rollout.prompts_per_step": 3, "train.objective": "rl"})
-    assert [each.field for each in problems(rl, 2)] == ["rollout.prompts_per_step"]
+    assert [each.place for each in problems(rl, 2)] == ["rollout.prompts_per_step"]
 
 
 def test_the_memory_plan_has_no_engine_without_evaluation() -> None:

@@ -32,7 +32,7 @@ def test_a_name_that_no_kernel_has_is_refused_with_the_list(words: str, monkeypa
         chosen(words)
     monkeypatch.setenv(VARIABLE, words)
     (problem,) = problems(tiny_config(), 1)
-    assert problem.field == VARIABLE
+    assert problem.place == VARIABLE
 
 
 def test_all_kernels_are_used_without_the_variable(monkeypatch: Patch) -> None:

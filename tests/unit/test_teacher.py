@@ -91,7 +91,7 @@ def test_a_teacher_that_does_not_fit_layout_or_context_is_refused(tmp_path: Path
     random = random_checkpoint(tmp_path / "random", num_experts=9, max_position_embeddings=512)
     config = with_values(DISTILL, {"algo.teacher": (str(random),), "parallel.ep": 2})
     (found,) = problems(config, 2)
-    assert found.field == "algo.teacher" and "parallel.ep = 2" in found.rule
+    assert found.place == "algo.teacher" and "parallel.ep = 2" in found.rule
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_arguments_of_an_advantage_are_refused(
     config = with_values(DISTILL, {"algo.loss": loss.format(file), "algo.args": args})
     found = problems(config, 2)
     load_files(config, found)
-    assert [each.value for each in found if each.field == "algo.args"] == refused
+    assert [each.value for each in found if each.place == "algo.args"] == refused
 
 
 def test_what_only_rewards_need_is_refused_or_warned_of() -> None:
     kl: dict[str, Any] = {"algo.kl_coef": 0.3, "algo.kl_in": "reward", "algo.kl_estimator": "k1"}
-    found = {each.field: each.rule for each in problems(with_values(DISTILL, kl), 1)}
+    found = {each.place: each.rule for each in problems(with_values(DISTILL, kl), 1)}
     assert "train.objective distill learns from the teacher alone" in found["algo.kl_in"]
     (rloo,) = problems(with_values(DISTILL, {"algo.advantage": "rloo"}), 1)
     assert "train.objective distill needs reinforce_pp" in rloo.rule

@@ -64,13 +64,13 @@ def test_a_missing_package_is_a_mistake_with_the_command(
     (tmp_path / tracker).mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = problems(tiny_config(log={"tracker": tracker}), 1)
-    assert found.field == "log.tracker" and found.value == tracker
+    assert found.place == "log.tracker" and found.value == tracker
     assert f"-m pip install {tracker}" in found.fix
 
 
 def test_a_tracker_without_a_project_is_a_mistake() -> None:
     (found,) = problems(tiny_config(log={"project": ""}), 1)
-    assert found.field == "log.project"
+    assert found.place == "log.project"
 
 
 def test_wandb_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:

@@ -79,7 +79,7 @@ def require_engines_within_machines(config: Config) -> None:
     if local % size:
         rule = f"must divide the {local} rank(s) of a machine: an engine stays on one machine"
         fix = f"set parallel.engine_tp to {local} or a divisor of it, or start {size} ranks on each"
-        raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
+        raise ConfigError.of("parallel.engine_tp", size, rule, fix)
 
 
 _ENOUGH_FILES = 1024
@@ -108,4 +108,4 @@ def require_memory(shape: ModelShape) -> None:
             f"{needed / 2**20:,.1f} MiB of weights there"
         )
         fix = "mount a larger one (docker run --shm-size 8g), or start one rank"
-        raise ConfigError([Problem("parallel", f"{ranks} ranks", rule, fix)])
+        raise ConfigError.of("parallel", f"{ranks} ranks", rule, fix)

@@ -109,7 +109,7 @@ def _refused(
     """Memory suffices: the settings that do not fit so many devices, and a batch that does."""
     lines = [f"memory is enough on {world_size} devices of {device_gib:g} GiB, but"]
     lines += [f"  - {problem}" for problem in found.refused]
-    if [problem.field for problem in found.refused] == ["rollout.prompts_per_step"]:
+    if [problem.place for problem in found.refused] == ["rollout.prompts_per_step"]:
         unit = math.lcm(world_size, config.train.updates_per_step)
         prompts = math.ceil(config.rollout.prompts_per_step / unit) * unit
         larger = with_values(config, {"rollout.prompts_per_step": prompts})

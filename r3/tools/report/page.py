@@ -15,6 +15,7 @@ from typing import Any
 import r3
 from r3.config import Config, as_typed, flatten
 from r3.data.template import load_tokenizer
+from r3.errors import Fault
 from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
@@ -23,7 +24,6 @@ from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts
 from r3.tools.view.runs import (
     Kind,
     RunFacts,
-    ViewError,
     differing_settings,
     dumped_steps,
     read_run,
@@ -137,7 +137,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
     """Everything the page holds about one run.
 
     Raises:
-        ViewError: `path` is not the folder of a run.
+        Fault: `path` is not the folder of a run.
     """
     facts = read_run(path)
     notes = [*filter(None, [facts.end]), *facts.notes]
@@ -152,11 +152,11 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
                     ids.update(arrays.tokens.tolist())
                     if arrays.routed_experts.size:
                         loads.append({"step": step, **_load(arrays, shape)})
-            except ViewError as error:
+            except Fault as error:
                 notes.append(str(error))
             try:
                 sets = read_samples(path, kind, step, notes)
-            except ViewError as error:  # all of its rows are damaged
+            except Fault as error:  # all of its rows are damaged
                 notes.append(str(error))
                 continue
             for name, samples in sets.items():
@@ -189,7 +189,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
 
 
 def page_data(paths: Sequence[Path], limits: Limits) -> dict[str, Any]:
-    """The whole report; raises ViewError when one of `paths` is not the folder of a run."""
+    """The whole report; raises Fault when one of `paths` is not the folder of a run."""
     runs = [run_data(path, limits) for path in paths]
     _tell_apart(runs)
     keys = sorted({key for run in runs for key in run["metrics"]} - {"step"})

@@ -12,9 +12,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from r3.errors import Fault
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.tools.dumps import arrays_fault
-from r3.tools.view.runs import ViewError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +38,21 @@ def read_arrays(run_dir: RunDir, step: int) -> Arrays:
     """The arrays of a rollout dump, and its scores if there are any.
 
     Raises:
-        ViewError: a file is missing, damaged, or of another step.
+        Fault: a file is missing, damaged, or of another step.
     """
     arrays = _load(run_dir.rollouts(step).with_suffix(".safetensors"))
     scores = run_dir.scores(step)
     saved = _load(scores) if scores.exists() else {}
     names = ("tokens", "loss_mask", "logprobs", "routed_experts", "cu_tokens", "cu_rows")
     if missing := [name for name in names if name not in arrays]:
-        raise ViewError(f"the arrays of step {step} lack {', '.join(missing)}")
+        raise Fault(f"the arrays of step {step} lack {', '.join(missing)}")
     rows = dict(enumerate(row for _, row in read_jsonl_lines(run_dir.rollouts(step))))
     whole = {place: row for place, row in rows.items() if not isinstance(row, str)}
     if fault := arrays_fault(whole, arrays):
-        raise ViewError(f"the arrays of step {step} are left out: {fault}")
+        raise Fault(f"the arrays of step {step} are left out: {fault}")
     for name, beside in (("logprobs_replay", "tokens"), ("routes_live", "routed_experts")):
         if name in saved and len(saved[name]) != len(arrays[beside]):
-            raise ViewError(f"{scores.name} is of another dump than that of step {step}")
+            raise Fault(f"{scores.name} is of another dump than that of step {step}")
     return Arrays(
         **{name: arrays[name] for name in names},
         policy_logprobs=saved.get("logprobs_replay"),
@@ -64,7 +64,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ViewError(f"{path.name} cannot be read: {error}") from None
+        raise Fault(f"{path.name} cannot be read: {error}") from None
 
 
 def token_facts(arrays: Arrays, row: int) -> dict[str, Any]:

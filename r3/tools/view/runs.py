@@ -1,6 +1,6 @@
 """Contents of a run folder: settings, metrics, dumps.
 
-Every mistake of a user is one line in a `ViewError`.
+Every mistake of a user is one line in a `Fault`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from r3.config import ConfigError, as_typed, load_yaml
+from r3.errors import Fault
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.run.result import Goal
 from r3.tools.view.samples import Sample, sample_of
@@ -19,10 +20,6 @@ from r3.tools.view.samples import Sample, sample_of
 Kind = Literal["train", "eval"]
 _SHOWN = 5  # numbers of lines or steps in a note
 _LARGEST = 1e300
-
-
-class ViewError(ValueError):
-    """Something is missing; one line names it and what exists instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +76,11 @@ def read_run(path: Path) -> RunFacts:
     """Settings and metrics of the run in `path`.
 
     Raises:
-        ViewError: `path` is not the folder of a run.
+        Fault: `path` is not the folder of a run.
     """
     run_dir = RunDir(path)
     if not run_dir.config.exists():
-        raise ViewError(
+        raise Fault(
             f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny"
         )
     notes: list[str] = []
@@ -180,11 +177,11 @@ def read_samples(
         notes: gets a line about rows that cannot be read.
 
     Raises:
-        ViewError: there is no such folder or dump, or none of its rows can be read.
+        Fault: there is no such folder or dump, or none of its rows can be read.
     """
     run_dir = RunDir(path)
     if not path.is_dir():
-        raise ViewError(f"{path}: no such folder. Give the folder of a run, such as runs/tiny")
+        raise Fault(f"{path}: no such folder. Give the folder of a run, such as runs/tiny")
     file = run_dir.rollouts(step) if kind == "train" else run_dir.eval(step)
     if not file.exists():
         what, fix = (
@@ -193,11 +190,9 @@ def read_samples(
             else ("evaluation", "set --eval.every to evaluate more often")
         )
         if not (steps := dumped_steps(path, kind)):
-            raise ViewError(f"{path}: no dump of {what}. Only a run that samples has some: {fix}")
+            raise Fault(f"{path}: no dump of {what}. Only a run that samples has some: {fix}")
         there = f"steps with one: {', '.join(map(str, steps))}"
-        raise ViewError(
-            f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}"
-        )
+        raise Fault(f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}")
     sets: dict[str, list[Sample]] = {}
     broken = []
     for place, (number, row) in enumerate(read_jsonl_lines(file)):
@@ -211,7 +206,7 @@ def read_samples(
     if broken:
         note = f"{file.name} in {file.parent.name}/: {_listed('line', broken)} cannot be read"
         if not any(sets.values()):
-            raise ViewError(f"{note}, and no other has a sample. Choose another step")
+            raise Fault(f"{note}, and no other has a sample. Choose another step")
         if notes is not None:
             notes.append(f"{note}: left out")
     return {name: samples for name, samples in sets.items() if samples}
