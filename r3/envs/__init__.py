@@ -29,15 +29,15 @@ from r3 import names_of
 # A worker process that runs environments loads few of them.
 __getattr__ = names_of(
     __name__,
+    **{"apis.common": "ApiError", "apis.tokens": "token_bytes"},
     calculator="Calculator evaluate",
     calls="Environment checked_step",
     chat="Chat",
     command="Command",
     endpoint="host_of serve",
-    episode="sampling_faults",
     find="ENVIRONMENTS find is_workflow",
     guess_number="GUESSES LARGEST GuessNumber",
-    openai_api="ApiError token_bytes",
+    options="sampling_faults",
     parsers="message_parser",
     runner="Environments",
     tool_calls="MessageReader Parse Parsed built_in parsed_calls read_json",

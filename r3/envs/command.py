@@ -22,8 +22,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from r3.envs.endpoint import Access, serve
-from r3.envs.openai_api import MODEL
+from r3.envs.apis.common import MODEL
+from r3.envs.apis.handlers import Access
+from r3.envs.endpoint import serve
 from r3.envs.workflow import Model
 from r3.types import Prompt
 from r3.user_code.calls import CallError

@@ -16,16 +16,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
-from r3.data.conversation import half_character, read_message
+import numpy as np
+
+from r3.data.conversation import half_character
 from r3.data.rendering import TemplateFault
-from r3.engine import Sampled, Sampling
-from r3.envs.openai_api import token_bytes
+from r3.engine import Sampled, Sampling, Transcript
+from r3.envs.apis.tokens import token_bytes
+from r3.envs.options import plain_message, sampling_faults
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
 from r3.envs.workflows import OwnTime, Workflows
-from r3.errors import Fault
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
     num_characters,
@@ -231,6 +234,7 @@ class WorkflowEpisode(Episode):
             logprobs=tuple(sampled.logprobs_T),
             finish_reason=sampled.finish_reason,
             prompt=prompt,
+            routes=partial(_routes, sequence.transcript, len(prompt) + len(sampled.tokens_T) - 1),
         )
         return completion, parsed
 
@@ -245,6 +249,11 @@ class WorkflowEpisode(Episode):
             self.workflows.wake.put(None)
         else:
             call.future.set_result(said)
+
+
+def _routes(transcript: Transcript, end: int, start: int) -> np.ndarray | None:
+    rows = transcript.rows()
+    return rows[start:end] if rows.shape[1] else None
 
 
 class EpisodeModel:
@@ -286,6 +295,13 @@ class EpisodeModel:
         """Return the bytes of a token; see `Model.token_bytes`."""
         return token_bytes(self._episode.rules.setup.tokenizer, token)
 
+    def num_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Return how many tokens a conversation has; see `Model.num_tokens`."""
+        with self._counted():
+            return len(self._episode.renderer.tokens(self._rendered(messages, tools)[0]))
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -326,25 +342,12 @@ class EpisodeModel:
     ) -> ModelMessage:
         episode, rules = self._episode, self._episode.rules
         name, sampling, train, max_tokens = self._begun(options)
-        if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
-            raise ValueError(f"messages must be a list of messages, and is {str(messages)[:200]!r}")
-        plain = [_plain(message, episode.said) for message in messages]
-        if tools is None:
-            tools = episode.prompt.tools or episode.workflows.tools
-        limit = rules.max_model_len
-        if (size := num_characters(plain)) > CHARACTERS_PER_TOKEN * limit:
-            raise ModelLimit(
-                "length", f"the messages have {size} characters, a sequence at most {limit} tokens"
-            )
+        text, tools = self._rendered(messages, tools)
         parse = rules.setup.parser(tools)
-        try:
-            text = episode.renderer.render(plain, tools)
-            found = episode.continued(text, train=train)
-            if found is None:
-                sequence = episode.new_sequence(name, episode.renderer.tokens(text), train=train)
-                found = sequence, []
-        except TemplateFault as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        found = episode.continued(text, train=train)
+        if found is None:
+            sequence = episode.new_sequence(name, episode.renderer.tokens(text), train=train)
+            found = sequence, []
         sequence, observed = found
         completion, parsed = await episode.sample(
             name, sequence, observed, sampling, max_tokens, parse
@@ -358,6 +361,30 @@ class EpisodeModel:
         sequence.messages = [readable_message(each) for each in (*messages, said)]
         message = message_of(completion.text, completion.finish_reason, parsed)
         return ModelMessage(message, completion, parsed)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """Return a conversation as the template writes it, and its tools.
+
+        Raises:
+            ModelLimit: it is longer than any sequence.
+            ValueError: it is no conversation, or the template refuses it.
+        """
+        episode, limit = self._episode, self._episode.rules.max_model_len
+        if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
+            raise ValueError(f"messages must be a list of messages, and is {str(messages)[:200]!r}")
+        plain = [plain_message(message, episode.said) for message in messages]
+        if tools is None:
+            tools = episode.prompt.tools or episode.workflows.tools
+        if (size := num_characters(plain)) > CHARACTERS_PER_TOKEN * limit:
+            raise ModelLimit(
+                "length", f"the messages have {size} characters, a sequence at most {limit} tokens"
+            )
+        try:
+            return episode.renderer.render(plain, tools), tools
+        except TemplateFault as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     async def _complete(self, prompt: str | Sequence[int], options: CallOptions) -> Completion:
         episode, rules = self._episode, self._episode.rules
@@ -448,51 +475,3 @@ class EpisodeModel:
         if faults:
             raise ValueError("; ".join(faults))
         return sampling
-
-
-def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A message as templates take it.
-
-    Args:
-        said: what was read in the model's messages, by their text.
-
-    Raises:
-        ValueError: it is no message.
-    """
-    # A message of the model has its calls and its reasoning in the content, as it wrote them:
-    # templates that render both would show them twice.
-    content, is_reply = message.get("content") or "", message.get("role") == "assistant"
-    read = {**said.get(content, {})} if is_reply and isinstance(content, str) else {}
-    plain = {key: value for key, value in message.items() if key not in read or value != read[key]}
-    try:
-        return read_message(plain, of_model=True)
-    except Fault as fault:
-        raise ValueError(f"a message {fault}") from None
-
-
-_LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it
-_MOST_STOPS = 64  # vLLM looks for each of them after each token
-
-
-def sampling_faults(how: Sampling) -> list[str]:
-    """Return what the engine would not take. There it would end the run."""
-    temperature, top_p, top_k = how.temperature, how.top_p, how.top_k
-    rules = {
-        "temperature must be a number from 0 to 2": _is_number(temperature)
-        and 0 <= temperature <= 2,
-        "top_p must be a number above 0, at most 1": _is_number(top_p) and 0 < top_p <= 1,
-        f"top_k must be an integer from 0 to {_LARGEST_TOP_K}": type(top_k) is int
-        and 0 <= top_k <= _LARGEST_TOP_K,
-        f"stop must be at most {_MOST_STOPS} texts, none empty or with half of a character": (
-            len(how.stop) <= _MOST_STOPS and all(map(_is_stop, how.stop))
-        ),
-    }
-    return [rule for rule, holds in rules.items() if not holds]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_stop(text: Any) -> bool:
-    return isinstance(text, str) and bool(text) and not half_character(text)

@@ -15,12 +15,15 @@ class may have `tools` and `stop`, as an environment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from r3.envs.tool_calls import Parsed
 from r3.types import Message, Prompt
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class ModelLimit(Exception):
@@ -55,6 +58,8 @@ class Completion:
         logprobs: log-probability of each token under the distribution it was drawn from.
         finish_reason: "stop" or "length".
         prompt: ids of the tokens before them.
+        routes: returns the experts of each token from an index on but the last, [rows, L, K]; None
+            if they are not captured.
     """
 
     text: str
@@ -62,6 +67,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: str
     prompt: tuple[int, ...]
+    routes: Callable[[int], np.ndarray | None] = lambda start: None
 
     @property
     def prompt_tokens(self) -> int:
@@ -152,6 +158,11 @@ class Model(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token, which may be part of a character."""
+
+    def num_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Return how many tokens a conversation has; raises what `chat` does."""
 
     def fork(self) -> Model:
         """Return a handle with random streams of its own, for a branch that runs concurrently."""

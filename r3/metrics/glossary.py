@@ -16,7 +16,8 @@ from typing import Any, Literal
 LAYER_AGREEMENT = "routing/agreement_layer/"
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
-REFUSED = {cause: f"env/refused_{cause}" for cause in ("length", "turns", "invalid", "hung_up")}
+_CAUSES = ("length", "turns", "invalid", "hung_up", "aborted")
+REFUSED = {cause: f"env/refused_{cause}" for cause in _CAUSES}
 """Metrics of a workflow's requests that got no message of the model, by cause."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _FILLED = {

@@ -8,70 +8,25 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from r3 import assets, checks
+from r3 import checks
 from r3.config import ConfigError, EnvConfig
 from r3.envs import Model, Workflows, host_of, serve, token_bytes
 from r3.rollout import ConversationSetup, EnvironmentFailed
-from r3.types import Prompt, Rollout
+from r3.types import Prompt
+from tests.agents import ASK, CALL, PROMPT, TOOLS, Played, chat, play
 from tests.errors import Capsys
-from tests.rounds import numbered, play_round
-from tests.talkers import values
+from tests.rounds import play_round
 from tests.tiny import tiny_config
 
 openai = pytest.importorskip("openai")
-
-ASK = [*numbered(1).messages]
-CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
-PROMPT = numbered(1)
-
-Agent = Callable[[Any], Awaitable[Any]]
-
-
-class Played:
-    """One episode of an agent that has the client and nothing else."""
-
-    def __init__(self, agent: Agent, says: Callable[[str], str], **options: Any) -> None:
-        class Served:
-            async def run(self, task: Prompt, model: Model) -> Any:
-                async with serve(model) as access:
-                    options = {"base_url": access.base_url, "api_key": access.api_key}
-                    async with openai.AsyncOpenAI(**options, max_retries=0) as client:
-                        played.value = await agent(client)
-                        return 1.0
-
-        played = self
-        self.value: Any = None
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser", "listen", "advertise")
-        env = {name: options.pop(name) for name in names if name in options}
-        workflows = Workflows(EnvConfig(**env), Served)
-        options["says"] = lambda turn: says(self.tokenizer.decode(turn.tokens_T))
-        collected, self.turns = play_round(workflows, self.tokenizer, {0: PROMPT}, **options)
-        self.rollouts: list[Rollout] = collected.rollouts
-        self.metrics = values(collected.metrics)
-
-    @property
-    def texts(self) -> list[str]:
-        """What was sampled, by sequence."""
-        sampled = [each.tokens_T[each.loss_mask_T > 0] for each in self.rollouts]
-        return [self.tokenizer.decode(tokens) for tokens in sampled]
-
-
-def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
-    return Played(agent, lambda asked: says, **options)
-
-
-def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
 
 
 def choice(says: str, env: Mapping[str, str] = {}, /, **options: Any) -> Any:
@@ -501,7 +456,7 @@ def test_trained_calls_are_sampled_as_the_run_says(
         await chat(client, temperature=0.0, top_p=0.5)
         await chat(client, temperature=0.0)
 
-    monkeypatch.setattr("r3.envs.endpoint._WARNED", set())
+    monkeypatch.setattr("r3.envs.apis.handlers._SAID", set())
     for rank, lines in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         played = play(agent)

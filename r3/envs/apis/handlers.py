@@ -1,0 +1,295 @@
+"""Serve the requests of one episode: read them, call its model, reply in the language of each API.
+
+A refused request is counted by the model (`Model.refused`); one that belongs to no episode is
+printed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from r3.data.conversation import read_json
+from r3.envs.apis.chat import (
+    MODEL_ENTRY,
+    chat_reply,
+    chat_request,
+    completion_reply,
+    completion_request,
+)
+from r3.envs.apis.common import ApiError, Request, check_fields, check_model, typed
+from r3.envs.apis.memory import Memory
+from r3.envs.apis.messages import error_body, messages_reply, messages_request
+from r3.envs.apis.responses import responses_reply, responses_request
+from r3.envs.apis.tokens import tokens_reply, tokens_request
+from r3.envs.workflow import EpisodeOver, Model, ModelLimit
+from r3.runtime.terminal import say
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+_T = TypeVar("_T")
+# A token of text has three or four characters, each at most six bytes of JSON.
+_BYTES_PER_TOKEN = 256
+_SMALLEST_LIMIT = 1 << 20
+_ANTHROPIC = "/v1/messages"
+
+
+@dataclass(kw_only=True, slots=True)
+class Access:
+    """What one episode's agent needs.
+
+    Attributes:
+        base_url: for OPENAI_BASE_URL.
+        api_key: for OPENAI_API_KEY; valid until the episode is over.
+        limit: the limit that the last request met; None if it met none.
+        running: requests that the model has not answered yet, with the names that their client
+            gave them; None if it was aborted.
+    """
+
+    model: Model
+    base_url: str
+    api_key: str
+    limit: ModelLimit | None = None
+    memory: Memory = field(default_factory=Memory)
+    running: dict[asyncio.Future[Any], str | None] = field(default_factory=dict)
+
+
+async def _chat(request: HttpRequest, access: Access) -> Response:
+    wanted = chat_request(await _body(request, access), access.memory)
+    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
+    return _reply(chat_reply(message, wanted, access.memory, access.model), wanted)
+
+
+async def _complete(request: HttpRequest, access: Access) -> Response:
+    wanted = completion_request(await _body(request, access))
+    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
+    return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
+
+
+async def _generate(request: HttpRequest, access: Access) -> Response:
+    wanted = tokens_request(await _body(request, access))
+    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
+    return _reply(tokens_reply(completion, wanted, access.memory, access.model), wanted)
+
+
+async def _messages(request: HttpRequest, access: Access) -> Response:
+    wanted = messages_request(await _body(request, access), access.memory)
+    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
+    return _reply(messages_reply(message, wanted, access.memory), wanted)
+
+
+async def _count_tokens(request: HttpRequest, access: Access) -> Response:
+    wanted = messages_request(await _body(request, access), access.memory, sampled=False)
+    try:
+        count = access.model.num_tokens(wanted.arguments["messages"], wanted.arguments["tools"])
+    except (ModelLimit, ValueError) as error:
+        raise _refusal(error) from error
+    return _json({"input_tokens": count})
+
+
+async def _responses(request: HttpRequest, access: Access) -> Response:
+    body = await _body(request, access)
+    wanted = responses_request(body, access.memory)
+    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
+    return _reply(responses_reply(message, wanted, access.memory, body), wanted)
+
+
+async def _models(request: HttpRequest, access: Access) -> Response:
+    entry = MODEL_ENTRY | {"max_model_len": access.model.max_tokens_total}  # vLLM's name for it
+    if "name" not in request.path_params:
+        return _json({"object": "list", "data": [entry]})
+    check_model(request.path_params["name"])
+    return _json(entry)
+
+
+async def _abort(request: HttpRequest, access: Access) -> Response:
+    """End requests of the episode that are running; without names all of them, as vLLM's does."""
+    body = await _body(request, access)
+    check_fields(body, {"request_ids"})
+    names = typed(body, "request_ids", list)
+    ended = [each for each, name in access.running.items() if names is None or name in names]
+    for each in ended:
+        access.model.refused["aborted"] += 1
+        access.running[each] = None
+        each.cancel()
+    return _json({"aborted": len(ended)})
+
+
+Handler = Callable[["HttpRequest", Access], Awaitable["Response"]]
+HANDLERS: list[tuple[str, str, Handler]] = [
+    ("POST", "/v1/chat/completions", _chat),
+    ("POST", "/v1/responses", _responses),
+    ("POST", "/v1/messages", _messages),
+    ("POST", "/v1/messages/count_tokens", _count_tokens),
+    ("POST", "/v1/completions", _complete),
+    ("POST", "/inference/v1/generate", _generate),
+    ("POST", "/abort_requests", _abort),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{name}", _models),
+]
+"""Method and path of what is served, and what serves it."""
+
+
+async def answered(request: HttpRequest, access: Access | None, handle: Handler) -> Response:
+    """Answer a request; errors get the form of their API.
+
+    Args:
+        access: the episode that its token belongs to; None if there is none.
+    """
+    from starlette.requests import ClientDisconnect
+
+    try:
+        if access is None:
+            text = "the token belongs to no episode, or its episode is over"
+            raise ApiError(401, text, code="invalid_api_key")
+        return await handle(request, access)
+    except ApiError as error:
+        refused = f"the endpoint refused {request.method} {request.url.path[:100]}: {error}"
+        if access is None:
+            _say_once(f"{refused} (others are not shown)", "stranger", everywhere=True)
+        elif error.__cause__ is None:  # else the model has refused and counted it
+            access.model.refused["invalid"] += 1
+            _say_once(f"{refused}. Metric env/refused_invalid counts the others", "invalid")
+        return error_reply(request, error)
+    except ClientDisconnect:  # in the middle of the body; nobody reads the reply
+        assert access is not None
+        access.model.refused["hung_up"] += 1
+        return _json({}, 400)
+
+
+def error_reply(request: HttpRequest, error: ApiError) -> Response:
+    """The reply to a request that is refused, in the form of its API."""
+    is_anthropic = request.url.path.startswith(_ANTHROPIC)
+    return _json(error_body(error) if is_anthropic else error.body, error.status)
+
+
+async def not_served(request: HttpRequest, access: Access) -> Response:
+    """Refuse a path or a method."""
+    path = request.url.path
+    methods = [method for method, served, _ in HANDLERS if served == path]
+    if methods:
+        text = f"{path} takes {methods[0]}, and the request is {request.method}"
+        raise ApiError(405, text, code="method_not_allowed")
+    served = ", ".join(dict.fromkeys(each for _, each, _ in HANDLERS))
+    text = f"{request.method} {path[:100]} is not served; these are: {served}"
+    raise ApiError(404, text, code="unknown_url")
+
+
+async def _called(
+    request: HttpRequest, access: Access, wanted: Request, call: Coroutine[Any, Any, _T]
+) -> _T:
+    """Await a call of the model; cancel it if the client hangs up.
+
+    Raises:
+        ApiError: the model cannot be called so.
+    """
+    _warn_of_unused(wanted.unused)
+    access.memory.num_replies += 1
+    access.limit = None
+    sampling = asyncio.ensure_future(call)
+    gone = asyncio.ensure_future(_hung_up(request))
+    access.running[sampling] = wanted.name
+    try:
+        await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not sampling.done():
+            access.model.refused["hung_up"] += 1
+            sampling.cancel()
+        return await sampling
+    except (ModelLimit, ValueError) as error:
+        access.limit = error if isinstance(error, ModelLimit) else None
+        raise _refusal(error) from error
+    except (asyncio.CancelledError, EpisodeOver) as error:
+        if access.running[sampling] is None:
+            raise ApiError(400, "the request was aborted", code="request_aborted") from error
+        text = "the episode is over, or the client hung up"
+        raise ApiError(401, text, code="invalid_api_key") from error
+    finally:
+        sampling.cancel()
+        gone.cancel()
+        del access.running[sampling]
+
+
+def _refusal(error: ModelLimit | ValueError) -> ApiError:
+    codes = {"length": "context_length_exceeded", "turns": "max_turns_exceeded"}
+    code = codes[error.limit] if isinstance(error, ModelLimit) else None
+    return ApiError(400, str(error), code=code)
+
+
+async def _hung_up(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: HttpRequest, access: Access) -> dict[str, Any]:
+    """Read a JSON object, or read past a body that is larger than any conversation.
+
+    A client that is still writing would not see an earlier reply.
+    """
+    tokens = access.model.max_tokens_total
+    limit = max(_SMALLEST_LIMIT, _BYTES_PER_TOKEN * tokens)
+    content, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            content += part
+    if size > limit:
+        text = f"the body has {size} bytes, and a sequence at most {tokens} tokens ({limit} bytes)"
+        raise ApiError(413, text, code="context_length_exceeded")
+    try:
+        body = read_json(bytes(content))
+    except ValueError as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def _warn_of_unused(names: tuple[str, ...]) -> None:
+    if names:
+        _say_once(
+            f"a request to the endpoint sets {', '.join(names)}, which is not used: calls that are "
+            "trained on are sampled as rollout.* says (or eval.* in evaluation), and R3 runs no "
+            "tools",
+            "unused",
+        )
+
+
+def _say_once(text: str, about: str, *, everywhere: bool = False) -> None:
+    """Warn once per run: every rank has an endpoint, and its agents are alike."""
+    if about not in _SAID and (everywhere or os.environ.get("RANK", "0") == "0"):
+        _SAID.add(about)
+        say(f"warning: {text}", error=True)
+
+
+_SAID: set[str] = set()
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    """A body in ASCII, which can hold half of a character that a model or a client wrote."""
+    from starlette.responses import Response
+
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+def _reply(parts: list[Any], wanted: Request) -> Response:
+    """One JSON body, or server-sent events: the whole message is sampled before the first one.
+
+    Events with a type have it as their name, and say themselves which one is the last.
+    """
+    from starlette.responses import Response
+
+    if not wanted.stream:
+        return _json(parts[0])
+    named = [f"event: {part['type']}\n" if "type" in part else "" for part in parts]
+    events = [
+        f"{name}data: {json.dumps(part)}\n\n" for name, part in zip(named, parts, strict=True)
+    ]
+    if not any(named):
+        events.append("data: [DONE]\n\n")
+    return Response("".join(events), media_type="text/event-stream")

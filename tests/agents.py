@@ -1,0 +1,59 @@
+"""Agents that have a client of the endpoint; the test writes what the model says."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.config import EnvConfig
+from r3.envs import Model, Workflows, serve
+from r3.types import Prompt, Rollout
+from tests.rounds import numbered, play_round
+from tests.talkers import values
+
+ASK = [*numbered(1).messages]
+CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+PROMPT = numbered(1)
+
+Agent = Callable[[Any], Awaitable[Any]]
+
+
+class Played:
+    """One episode of an agent that has the client and nothing else."""
+
+    def __init__(self, agent: Agent, says: Callable[[str], str], **options: Any) -> None:
+        class Served:
+            async def run(self, task: Prompt, model: Model) -> Any:
+                async with serve(model) as access:
+                    options = {"base_url": access.base_url, "api_key": access.api_key}
+                    async with openai.AsyncOpenAI(**options, max_retries=0) as client:
+                        played.value = await agent(client)
+                        return 1.0
+
+        played = self
+        self.value: Any = None
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser", "listen", "advertise")
+        env = {name: options.pop(name) for name in names if name in options}
+        workflows = Workflows(EnvConfig(**env), Served)
+        options["says"] = lambda turn: says(self.tokenizer.decode(turn.tokens_T))
+        collected, self.turns = play_round(workflows, self.tokenizer, {0: PROMPT}, **options)
+        self.rollouts: list[Rollout] = collected.rollouts
+        self.metrics = values(collected.metrics)
+
+    @property
+    def texts(self) -> list[str]:
+        """What was sampled, by sequence."""
+        sampled = [each.tokens_T[each.loss_mask_T > 0] for each in self.rollouts]
+        return [self.tokenizer.decode(tokens) for tokens in sampled]
+
+
+def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
+    return Played(agent, lambda asked: says, **options)
+
+
+def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
