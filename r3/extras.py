@@ -30,6 +30,7 @@ one when it is needed, and says when that is.
 | `backends` | `model.experts` fused; exchanges between ranks; `parallel.cp`, `parallel.pp` |
 | `backends` | `train.optimizer` streamed |
 | `backends` | models with windows, sinks or gated delta layers |
+| `backends` | `rollout.top_k` |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
 | `launch` | `from r3 import train`; the commands of `launch/` |
@@ -97,6 +98,13 @@ def streamed() -> ModuleType:
     from r3.backends import streamed
 
     return streamed
+
+
+def kept_tokens(llm: Any) -> Any:
+    """The tokens that an engine's sampler keeps (`rollout.top_k`): `KeptTokens`."""
+    from r3.backends.kept_tokens import KeptTokens
+
+    return KeptTokens(llm)
 
 
 def device_problems(config: Config, shape: Any, *, is_cuda: bool) -> list[Any]:

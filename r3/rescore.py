@@ -166,6 +166,14 @@ def parse(argv: Sequence[str]) -> Order:
         rule = f"its dump cannot be read: {error}"
         problems.append(Problem("--step", words.step, rule, "choose another step"))
         raise ConfigError(problems) from None
+    if config.rollout.restricts:
+        if any(one.sampling_mask is None and one.loss_mask_T.any() for one in rollouts):
+            rule = "was sampled with rollout.top_p or top_k and has no sampling masks"
+            fix = "choose a step that was dumped by R3 of 2026-12 or later"
+            problems.append(Problem("--step", words.step, rule, fix))
+        if words.engine is not None:
+            rule = "decodes over the whole vocabulary, and rollout.top_p or top_k sampled this dump"
+            problems.append(Problem("--engine", words.engine or "true", rule, "leave it out"))
     weights = _weights(run_dir, config, words.step, rollouts, words.weights, problems)
     if weights:
         config = with_values(config, weights.settings)

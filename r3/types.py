@@ -14,6 +14,7 @@ Alignment. A rollout has the sequence as it was sampled; a micro-batch has it as
                   tokens_T    x0    x1    x2    x3    x4
                   loss_mask_T 0     0     1     1     1        1 = x_t was sampled
                   logprobs_T  0     0     p2    p3    p4       p_t = log-prob of x_t when sampled
+                  kept        -     -     S2    S3    S4       S_t = tokens x_t could be (top-k)
                   routes      e0    e1    e2    e3    (none)   e_t = experts that processed x_t
 
     micro-batch   index t     0     1     2     3     4        all about predicting x_{t+1} is at t
@@ -21,6 +22,7 @@ Alignment. A rollout has the sequence as it was sampled; a micro-batch has it as
                   targets_N   x1    x2    x3    x4    -        the last position predicts nothing
                   loss_mask   0     1     1     1     0
                   logprobs    0     p2    p3    p4    0
+                  kept        -     S2    S3    S4    -
                   routes      e0    e1    e2    e3    -1       -1 = not captured: routed live
 
 The engine never processes the last sampled token: it has no routes, and nothing is trained at it.
@@ -81,6 +83,19 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingMask:
+    """The tokens that the engine kept for each token of a rollout, of which it drew one.
+
+    Attributes:
+        counts_T: how many; 0 where nothing was sampled, int32.
+        token_ids: those of the first token, then those of the next, int32.
+    """
+
+    counts_T: np.ndarray
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled response with its log-probabilities and routes.
 
@@ -115,6 +130,7 @@ class Rollout:
         own_reward: whether its reward is of this sequence alone (a workflow that rewards each
             call), and not of its whole episode. None if a workflow's episode is unfinished or
             failed: then it is as in the other episodes of the step.
+        sampling_mask: what `rollout.top_k` and `rollout.top_p` left; None: the whole vocabulary.
     """
 
     prompt_id: str
@@ -133,14 +149,17 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
     sequence: int = 0
     own_reward: bool | None = False
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)
-        lengths = (len(self.loss_mask_T), len(self.logprobs_T), self.routed_experts.shape[0] + 1)
+        lengths = [len(self.loss_mask_T), len(self.logprobs_T), self.routed_experts.shape[0] + 1]
+        if self.sampling_mask:
+            lengths.append(len(self.sampling_mask.counts_T))
         if any(length != tokens for length in lengths):
             raise AssertionError(
                 f"rollout {self.name}: {tokens} tokens, but loss mask, "
-                f"log-probabilities and routes + 1 have {lengths}"
+                f"log-probabilities, routes + 1 and sampling mask have {lengths}"
             )
 
     @property
@@ -262,6 +281,8 @@ class MicroBatch:
         rollout_ids: index of each sequence among the rollouts of the step, which are in the order
             of their keys; -1 for filler, which has no loss.
         prompt_ids: `Rollout.prompt_id` of each sequence, "" for filler.
+        kept_counts_N: how many tokens the engine kept for each target; 0: the whole vocabulary.
+        kept_ids: these tokens, target by target, int32.
     """
 
     tokens_N: torch.Tensor
@@ -278,6 +299,8 @@ class MicroBatch:
     current_N: torch.Tensor
     rollout_ids: tuple[int, ...]
     prompt_ids: tuple[str, ...]
+    kept_counts_N: torch.Tensor
+    kept_ids: torch.Tensor
 
     @property
     def num_tokens(self) -> int:

@@ -84,7 +84,9 @@ def one_round(
         mesh=mesh,
         setup=task.conversation_setup,
         scorer=task.scorer,
-        sampling=Sampling(temperature=rollout.temperature),
+        sampling=Sampling(
+            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        ),
         run_seed=0,
         samples_per_prompt=rollout.group_size,
         max_response_tokens=rollout.max_response_tokens,

@@ -15,6 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from r3.algo.sampling_mask import EMPTY, check_mask, of_rows
 from r3.types import Batch, MicroBatch, Rollout
 
 # Length of a micro-batch with nothing to train on: short, but not so short that kernels treat it as
@@ -186,6 +187,7 @@ def pack(
     sequence_multiple: int = 1,
     policy_version: int | None = None,
     trains: Sequence[bool] | None = None,
+    restricted: bool = False,
 ) -> MicroBatch:
     """Shift the rollouts by one, as drawn in `types.py`, and pack them end to end without gaps.
 
@@ -211,9 +213,10 @@ def pack(
         policy_version: version being trained; rollouts that an older version started are marked in
             `current_N`. None marks nothing.
         trains: whether each rollout has loss; None: all have.
+        restricted: every rollout needs a sampling mask.
 
     Raises:
-        ValueError: a rollout is inconsistent: its mask, log-probabilities or routes.
+        ValueError: a rollout is inconsistent: its masks, log-probabilities or routes.
     """
     sizes = {"num_experts": num_experts, "num_layers": num_layers, "topk": topk}
     if not rollouts:
@@ -222,7 +225,7 @@ def pack(
     for rollout, index, has_loss in zip(
         rollouts, rollout_ids, trains or [True] * len(rollouts), strict=True
     ):
-        _check(rollout, index, **sizes)
+        _check(rollout, index, **sizes, restricted=restricted)
         sequence = _shift(rollout, num_experts, policy_version, trains=has_loss)
         # Attention is causal: its own tokens never see the filler.
         padding = -len(rollout.tokens_T) % sequence_multiple
@@ -284,6 +287,7 @@ def part_of(
         cu_seqlens=(*inner, size),
         rollout_ids=micro_batch.rollout_ids[first : first + len(inner)],
         prompt_ids=micro_batch.prompt_ids[first : first + len(inner)],
+        kept_ids=of_rows(micro_batch.kept_counts_N, micro_batch.kept_ids, rows)[1],
         **of_tokens,
     )
     return part, rows
@@ -329,6 +333,7 @@ def _check(
     num_experts: int,
     num_layers: int,
     topk: int,
+    restricted: bool,
 ) -> None:
     """Raise ValueError if a rollout is inconsistent."""
     name = f"rollout {rollout_id} ({rollout.name})"
@@ -340,6 +345,7 @@ def _check(
     if not np.isfinite(rollout.logprobs_T).all():
         where = np.flatnonzero(~np.isfinite(rollout.logprobs_T)).tolist()
         raise ValueError(f"{name}: log-probabilities are not finite at tokens {where[:8]}")
+    check_mask(rollout, name, required=restricted)
     _check_routes(
         rollout.routed_experts, name, num_experts=num_experts, num_layers=num_layers, topk=topk
     )
@@ -358,6 +364,7 @@ def _shift(
     routes_TLK[:-1] = rollout.routed_experts
     sampled_T = _next(rollout.loss_mask_T, np.float32)
     loss_mask_T = sampled_T if trains else np.zeros_like(sampled_T)
+    mask = rollout.sampling_mask
     is_current = policy_version is None or rollout.policy_version >= policy_version
     return {
         "tokens_N": rollout.tokens_T.astype(np.int64),
@@ -370,6 +377,8 @@ def _shift(
         "routed_experts_NLK": routes_TLK,
         "real_N": np.ones(tokens, np.bool_),
         "current_N": np.full(tokens, is_current),
+        "kept_counts_N": _next(mask.counts_T if mask else np.zeros(tokens), np.int32),
+        "kept_ids": mask.token_ids if mask else EMPTY,
     }
 
 
@@ -424,6 +433,8 @@ def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) ->
         "routed_experts_NLK": filler_routes(num_tokens, num_layers, topk, num_experts),
         "real_N": np.zeros(num_tokens, np.bool_),
         "current_N": np.ones(num_tokens, np.bool_),
+        "kept_counts_N": np.zeros(num_tokens, np.int32),
+        "kept_ids": EMPTY,
     }
 
 

@@ -51,7 +51,9 @@ def check_objective(config: Config, found: Findings) -> None:
 
 
 def check_batch(config: Config, found: Findings, world_size: int) -> None:
-    """Prompts must divide evenly into engines and updates; most advantages need groups."""
+    """Prompts divide evenly into engines and updates, most advantages need groups, and the tokens
+    that sampling keeps are bounded.
+    """
     rollout, train = config.rollout, config.train
     # What an advantage of the user's compares is not known.
     needs_groups = config.algo.advantage in ADVANTAGES and config.algo.advantage != "reinforce_pp"
@@ -62,6 +64,10 @@ def check_batch(config: Config, found: Findings, world_size: int) -> None:
             "at least 2",
             "set it to 2 or more (8 and 16 are common), or use algo.advantage reinforce_pp",
         )
+    if rollout.top_p < 1 and not rollout.top_k and config.trains and found.sound("rollout.top_p"):
+        rule = "keeps any number of tokens, and the policy replays what is kept (rollout.top_k = 0)"
+        fix = "add --rollout.top_k 512, which seldom removes more, or set it to 1"
+        found.add("rollout.top_p", rule, fix)
     engines = (
         max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
     )

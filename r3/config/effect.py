@@ -163,11 +163,6 @@ def doubtful(config: Config, around: Around) -> list[str]:
                 "corrects their tokens: use --algo.correction token_tis, another correction, or "
                 "--algo.loss minirl"
             )
-        if rollout.top_p < 1 or rollout.top_k > 0:
-            notes.append(
-                "rollout.top_p and top_k restrict the engine's distribution but not the policy's: "
-                "mismatch metrics and importance weights include that difference"
-            )
     if around.is_dense and config.replays:
         mode = config.replay.mode
         notes.append(f"replay.mode = {mode!r} has no effect: the model is dense, without routers")

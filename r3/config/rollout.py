@@ -194,11 +194,10 @@ class RolloutConfig:
     top_p: float = setting(
         1.0, gt=0, le=1, fix="1.0, which samples from all tokens", needs="training"
     )
-    """Nucleus sampling mass. Below 1 the engine samples from fewer tokens than the policy's
-    distribution has, which adds to the measured mismatch."""
+    """Nucleus sampling mass. Below 1 it needs rollout.top_k, which bounds what it keeps."""
     top_k: int = setting(0, ge=0, le=2**31 - 1, needs="training")
-    """Sample only from the k most likely tokens. 0: all tokens. It adds to the mismatch as top_p
-    does."""
+    """Sample only from the k most likely tokens. The policy is renormalised over the tokens that
+    top_k and top_p keep, which cost 4 bytes each. 0: all tokens."""
     step_token_budget: int = setting(0, ge=0, needs="training")
     """Maximum new tokens per conversation in one step (partial rollouts). A conversation that
     reaches it is suspended. 0: no budget."""
@@ -206,6 +205,11 @@ class RolloutConfig:
     """Maximum steps for which a suspended conversation may be resumed. Its earlier tokens,
     log-probabilities and routes are kept. A group is trained on when all of its conversations are
     complete. 0: suspended conversations are dropped."""
+
+    @property
+    def restricts(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which the policy replays."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def samples_per_step(self) -> int:

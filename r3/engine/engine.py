@@ -160,6 +160,7 @@ class Engine:
         # vLLM's own looks for stop strings, and may read tokenizer.json otherwise.
         self.llm.llm_engine.output_processor.tokenizer = tokenizer
         self._routes = SlotRoutes(self.llm, shape.moe_layers) if self.capture else None
+        self._kept = extras.kept_tokens(self.llm) if config.rollout.restricts else None
         self._sleeper = Sleeper(self.llm, device, share)
         self.sleep()
 
@@ -267,7 +268,7 @@ class Engine:
         """
         self._refuse_stale(policy_version)
         with preserved_random_state():
-            yield Sampler(self.llm.llm_engine, self._routes)
+            yield Sampler(self.llm.llm_engine, self._routes, self._kept)
 
     def share(self, item: Any) -> Any:
         """Return the leader's item on all ranks of this engine. All of them must call."""

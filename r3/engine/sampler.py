@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from r3.algo.packing import MISSING
+from r3.algo.sampling_mask import EMPTY
 from r3.engine.route_slots import SlotRoutes
 from r3.models.shape import ModelShape
 from r3.routing.ledger import check_routes
-from r3.types import Prompt, Rollout, RouteError
+from r3.types import Prompt, Rollout, RouteError, SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,7 @@ class Sampled:
             engine returned none.
         first_row: the turn's.
         finish_reason: "stop" or "length".
+        kept: the tokens that each of them was drawn from, if the engine returns them; else empty.
     """
 
     key: int
@@ -80,6 +82,7 @@ class Sampled:
     routed_experts: np.ndarray | None
     first_row: int
     finish_reason: str
+    kept: Sequence[np.ndarray] = ()
 
 
 def sampling_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
@@ -96,17 +99,23 @@ class Sampler:
     """Turns in flight in one engine. All ranks of one engine must add the same turns and step
     together."""
 
-    def __init__(self, core: Any, routes: SlotRoutes | None = None) -> None:
+    def __init__(
+        self, core: Any, routes: SlotRoutes | None = None, kept: Any | None = None
+    ) -> None:
         """Take vLLM's `LLMEngine`, which must be idle.
 
         Args:
             routes: where the routes of finished turns are; None: nowhere, the engine captures none.
+            kept: where the tokens are that turns with `top_k` were drawn from (`KeptTokens`);
+                None: nowhere.
         """
         assert not core.has_unfinished_requests(), "requests of an earlier call are in flight"
         self._core = core
-        self._routes = routes
+        self._routes, self._kept = routes, kept
         if routes:
             routes.clear()
+        if kept:
+            kept.clear()
         self._names: dict[int, str] = {}  # key of a turn -> vLLM's own name of the request
         self._scheduler = core.engine_core.engine_core.scheduler
         self._turns: dict[int, Turn] = {}
@@ -134,7 +143,7 @@ class Sampler:
             top_k=how.top_k,
             seed=turn.seed,
             max_tokens=turn.max_tokens,
-            logprobs=0,  # of the sampled token only
+            logprobs=self._kept.wanted if self._kept and how.top_k else 0,  # of the sampled token
             flat_logprobs=True,
             stop=list(how.stop),
             include_stop_str_in_output=bool(how.stop),
@@ -164,14 +173,18 @@ class Sampler:
             turn, completion = self._turns.pop(int(output.request_id)), output.outputs[0]
             name = self._names.pop(turn.key)
             routes = self._routes.take(name) if self._routes else None
+            logprobs, kept = list(completion.logprobs.logprobs), list[np.ndarray]()
+            if self._kept and turn.sampling.top_k:
+                logprobs, kept = self._kept.take(completion.logprobs)
             finished.append(
                 Sampled(
                     key=turn.key,
                     tokens_T=list(completion.token_ids),
-                    logprobs_T=list(completion.logprobs.logprobs),
+                    logprobs_T=logprobs,
                     routed_experts=routes,
                     first_row=turn.first_row,
                     finish_reason=str(completion.finish_reason),
+                    kept=kept,
                 )
             )
         assert not self._turns or self._core.has_unfinished_requests(), (
@@ -213,6 +226,7 @@ class Transcript:
         tokens: token ids, sampled and observed.
         loss_mask: 1 for sampled tokens, 0 for others.
         logprobs: log-probability of each sampled token, 0 for others.
+        kept: the tokens that each sampled token was drawn from; none for others.
         differing: two counts over the rows that were requested twice: (token, layer) slots that
             came back with other experts, and all slots.
     """
@@ -222,6 +236,7 @@ class Transcript:
         self.tokens = list(tokens)
         self.loss_mask = [0.0] * len(tokens)
         self.logprobs = [0.0] * len(tokens)
+        self.kept = [EMPTY] * len(tokens)
         self.differing = (0, 0)
         self._spec = spec
         self._who = who
@@ -236,6 +251,8 @@ class Transcript:
         transcript = cls(spec, rollout.tokens_T.tolist(), who=who)
         transcript.loss_mask = rollout.loss_mask_T.tolist()
         transcript.logprobs = rollout.logprobs_T.tolist()
+        if mask := rollout.sampling_mask:
+            transcript.kept = np.split(mask.token_ids, np.cumsum(mask.counts_T)[:-1])
         if spec.captures:
             transcript._rows = [rollout.routed_experts]
             transcript._num_rows = len(rollout.routed_experts)
@@ -258,6 +275,7 @@ class Transcript:
         self.tokens += tokens
         self.loss_mask += [0.0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
+        self.kept += [EMPTY] * len(tokens)
 
     def append_sample(self, sampled: Sampled) -> None:
         """Append sampled tokens and the rows that are not kept yet.
@@ -277,6 +295,7 @@ class Transcript:
         self.tokens += sampled.tokens_T
         self.loss_mask += [1.0] * len(sampled.tokens_T)
         self.logprobs += sampled.logprobs_T
+        self.kept += sampled.kept or [EMPTY] * len(sampled.tokens_T)
         if not spec.captures:
             return
         rows = check_routes(
@@ -327,6 +346,7 @@ class Transcript:
         self, prompt: Prompt, *, group: int, sample_index: int, finish_reason: str, response: str
     ) -> Rollout:
         """Make a rollout of the conversation; `response` is the model's last message, decoded."""
+        counts_T = np.fromiter(map(len, self.kept), np.int32)
         return Rollout(
             prompt_id=prompt.id,
             group=group,
@@ -339,4 +359,7 @@ class Transcript:
             policy_version=self._segments[0][1] if self._segments else self._spec.policy_version,
             segments=tuple(self._segments),
             response=response,
+            sampling_mask=SamplingMask(counts_T=counts_T, token_ids=np.concatenate(self.kept))
+            if counts_T.any()
+            else None,
         )

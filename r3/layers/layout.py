@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import one_hot
 
+from r3.algo.sampling_mask import of_rows
 from r3.metrics.reduce import DEPTHS
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import MicroBatch
@@ -56,6 +57,7 @@ class LocalTokens:
         real_N: true at those rows that are not filler, [N / tp].
         num_real: number of rows that are not filler.
         depths_ND: 1 at the range of `DEPTHS` that a row's position is in, float64 [N / tp, D].
+        kept: `MicroBatch.kept_counts_N` and `kept_ids`, on the host; None: no set is restricted.
     """
 
     tokens_N: torch.Tensor
@@ -74,6 +76,7 @@ class LocalTokens:
     real_N: torch.Tensor
     num_real: int
     depths_ND: torch.Tensor
+    kept: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> LocalTokens:
@@ -108,4 +111,7 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
         real_N=real_N.to(device),
         num_real=int(real_N.sum()),
         depths_ND=one_hot(place_N, len(DEPTHS)).double().to(device),
+        kept=of_rows(micro_batch.kept_counts_N, micro_batch.kept_ids, rows)
+        if len(micro_batch.kept_ids)
+        else None,
     )

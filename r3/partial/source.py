@@ -169,7 +169,11 @@ class _Unpickler(pickle.Unpickler):
 def _read(content: bytes) -> PartialRollouts:
     partial: PartialRollouts = _Unpickler(io.BytesIO(content)).load()
     if isinstance(partial.finished, _Before):
-        return replace(partial, finished=partial.finished.samples())
+        partial = replace(partial, finished=partial.finished.samples())
+    held: tuple[Any, ...] = (*partial.suspended, *partial.finished)
+    for rollout in (each.rollout for each in held):
+        if not hasattr(rollout, "sampling_mask"):  # R3 before 2026-12 had none
+            object.__setattr__(rollout, "sampling_mask", None)
     return partial
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from r3.layers.kernels import product
+from r3.algo.sampling_mask import KeptColumns
+from r3.layers.kernels import NOWHERE, product
 from r3.runtime.mesh import Axis
 
 
@@ -76,6 +77,14 @@ class Head:
             return _float32_product(hidden_ND, weight_VD.t())
         return product(self.operand(hidden_ND), weight_VD.t())
 
+    def restricted(
+        self, logits_NV: torch.Tensor, rows: slice, mask: KeptColumns | None
+    ) -> torch.Tensor:
+        """Return logits whose probability is 0 where the engine kept no token; changes them."""
+        if mask:
+            mask.restrict(logits_NV, rows, NOWHERE * self.temperature)
+        return logits_NV
+
     def columns(self, rows: int) -> int:
         """How many rows of this rank's slice are tokens; the others pad the vocabulary."""
         return max(0, min(rows, self.vocab_size - self.axis.rank * rows))
@@ -99,13 +108,14 @@ class _HeadLogprobs(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
         head: Head,
+        mask: KeptColumns | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
         weight = weight_VD if head.is_mixed(weight_VD) else head.operand(weight_VD)
         columns, scale = head.columns(len(weight_VD)), 1.0 / head.temperature
         parts, kept = [], []
         for rows in head.chunks(len(hidden_ND)):
-            logits_NV = head.logits(hidden_ND[rows], weight)
+            logits_NV = head.restricted(head.logits(hidden_ND[rows], weight), rows, mask)
             parts.append(torch.ops.r3.logit_sums(logits_NV, index_N[rows], columns, scale))
             kept = [] if head.chunk_tokens else [logits_NV]
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
@@ -127,13 +137,13 @@ class _HeadLogprobs(torch.autograd.Function):
         # log p = z - top - log total, so that log p + H = z - top + excess.
         excess_N = entropy_N - log_total_N
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N, *kept)
-        ctx.head = head
+        ctx.head, ctx.mask = head, mask
         if not head.entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return target_N - log_total_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N, *kept = ctx.saved_tensors
         head: Head = ctx.head
         index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
@@ -148,7 +158,9 @@ class _HeadLogprobs(torch.autograd.Function):
         total_VD: torch.Tensor | None = weight_VD.main_grad if direct else None
         for rows in head.chunks(len(hidden_ND)):
             grad_NV = torch.ops.r3.logit_gradient(
-                kept[0] if kept else head.logits(hidden_ND[rows], weight),
+                kept[0]
+                if kept
+                else head.restricted(head.logits(hidden_ND[rows], weight), rows, ctx.mask),
                 index_N[rows],
                 columns,
                 scale,
@@ -178,11 +190,11 @@ class _HeadLogprobs(torch.autograd.Function):
                 total_VD += part_VD
         assert total_VD is not None, "a micro-batch has at least one token"
         if not direct:
-            return grad_hidden_ND, total_VD.to(weight_VD.dtype), None, None
+            return grad_hidden_ND, total_VD.to(weight_VD.dtype), None, None, None
         if head.is_embedding:  # Megatron adds the embedding's gradient, and what is returned here
-            return grad_hidden_ND, torch.zeros_like(weight_VD), None, None
+            return grad_hidden_ND, torch.zeros_like(weight_VD), None, None, None
         weight_VD.grad_added_to_main_grad = True  # nobody reads what is returned
-        return grad_hidden_ND, torch.empty_like(weight_VD), None, None
+        return grad_hidden_ND, torch.empty_like(weight_VD), None, None, None
 
 
 def product_of_halves(halves_NV: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -215,7 +227,11 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def logprobs_and_entropy(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: Head
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    head: Head,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log softmax(hidden @ weight.T / temperature) at the targets, and its entropy.
 
@@ -228,11 +244,17 @@ def logprobs_and_entropy(
         weight_VD: this rank's rows of the output weight, [V / tp, D].
         targets_N: token ids.
         head: how hidden states become log-probabilities.
+        kept: counts and ids of the tokens that the softmax is over (`r3.algo.sampling_mask`); 0
+            or None: all.
 
     Returns:
         Log-probabilities and entropies, float32, both [N].
     """
-    return _HeadLogprobs.apply(hidden_ND, weight_VD, targets_N, head)
+    mask, size = None, len(weight_VD)
+    if kept:
+        first = head.axis.rank * size
+        mask = KeptColumns.of(*kept, first=first, size=size, device=weight_VD.device)
+    return _HeadLogprobs.apply(hidden_ND, weight_VD, targets_N, head, mask)
 
 
 class ScoringGPT(GPTModel):
@@ -240,10 +262,12 @@ class ScoringGPT(GPTModel):
 
     For labels [b, s] it returns [2, b * s], sequence by sequence; upstream returns a cross-entropy
     of full logits (gpt_model.py, `_postprocess`). Without labels it returns logits like any
-    GPTModel, and on all but the last pipeline stage hidden states. Set `head` after construction.
+    GPTModel, and on all but the last pipeline stage hidden states. Set `head` after construction,
+    and `kept` before each forward.
     """
 
     head: Head
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
     logits_scaling = 1.0  # logits are divided by it
 
     def _postprocess(
@@ -262,4 +286,5 @@ class ScoringGPT(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         hidden_ND = hidden_states.transpose(0, 1).flatten(0, 1)  # Megatron's are [s, b, D]
-        return torch.stack(logprobs_and_entropy(hidden_ND, weight_VD, labels.flatten(), self.head))
+        scores = logprobs_and_entropy(hidden_ND, weight_VD, labels.flatten(), self.head, self.kept)
+        return torch.stack(scores)

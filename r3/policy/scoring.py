@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from r3 import extras
@@ -139,6 +140,7 @@ class ScoringPolicy:
                 compared_N, rows = tokens.real_N, tokens.num_real
             depths_ND = tokens.depths_ND * compared_N[:, None]
             self.replay.load(routes_NLK, compared_N, rows=rows, depths_ND=depths_ND, model=model)
+            get_attr_wrapped_model(model, "head", return_model_obj=True).kept = tokens.kept
             scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],

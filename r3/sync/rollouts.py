@@ -43,6 +43,7 @@ class PackingSpec:
         filters_truncated: truncated rollouts have no loss (`algo.overlong_filter`).
         policy_versions: policy versions whose rollouts may be trained on, ascending, the step's own
             version last. None = any.
+        restricted: every rollout needs a sampling mask.
     """
 
     micro_batch_tokens: int
@@ -53,6 +54,7 @@ class PackingSpec:
     min_coverage: float = 0.0
     filters_truncated: bool = False
     policy_versions: Sequence[int] | None = None
+    restricted: bool = False
 
     def trains(self, rollout: Rollout) -> bool:
         """Whether the sampled tokens of a rollout have loss."""
@@ -86,6 +88,7 @@ class PackingSpec:
             min_coverage=config.replay.min_coverage,
             filters_truncated=config.algo.overlong_filter,
             policy_versions=range(oldest, policy_version + 1),
+            restricted=config.rollout.restricts,
         )
 
 
@@ -331,6 +334,7 @@ def pack_for(
         sequence_multiple=each,
         policy_version=versions[-1] if versions else None,
         trains=[spec is None or spec.trains(one) for one in rollouts.values()],
+        restricted=spec is not None and spec.restricted,
     )
 
 

@@ -22,7 +22,7 @@ from r3.runtime.terminal import say
 from r3.sync.rollouts import send_samples
 from r3.tools.view.samples import sample_of
 from r3.tools.view.terminal import conversation
-from r3.types import Prompt, Rollout, Sample, TrainedSample
+from r3.types import Prompt, Rollout, Sample, SamplingMask, TrainedSample
 
 if TYPE_CHECKING:
     from r3.run.session import Session
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 # Arrays of rollouts are concatenated: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]`
 # and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than tokens.
-# Arrays with one value per token: name in files -> field. Routes have one row less.
+# Arrays with one value per token: name in files -> field. Routes have one row less. `kept_counts`
+# has one per token too: token t of all has so many of `kept_ids`, in their order.
 _PER_TOKEN = {"tokens": "tokens_T", "loss_mask": "loss_mask_T", "logprobs": "logprobs_T"}
 _FACTS = tuple(
     each.name
     for each in fields(Rollout)
-    if each.name not in (*_PER_TOKEN.values(), "routed_experts")
+    if each.name not in (*_PER_TOKEN.values(), "routed_experts", "sampling_mask")
 )
 
 
@@ -56,6 +57,11 @@ def join_arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         "cu_tokens": _offsets(len(rollout.tokens_T) for rollout in rollouts),
         "cu_rows": _offsets(len(rows) for rows in routes),
     }
+    masks = [rollout.sampling_mask for rollout in rollouts]
+    if kept := [mask.token_ids for mask in masks if mask]:
+        none = [np.zeros(len(rollout.tokens_T), np.int32) for rollout in rollouts]
+        counts = [mask.counts_T if mask else zeros for mask, zeros in zip(masks, none, strict=True)]
+        arrays |= {"kept_counts": np.concatenate(counts), "kept_ids": np.concatenate(kept)}
     # safetensors writes the raw buffer and ignores strides: another memory order is scrambled.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -64,7 +70,8 @@ def split_rollouts(
     facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]
 ) -> list[Rollout]:
     """Undo `rollout_facts` and `join_arrays`; further keys of `facts` are ignored."""
-    rollouts = []
+    rollouts, masked = [], "kept_counts" in arrays
+    cu_kept = _offsets(arrays["kept_counts"]) if masked else np.zeros(0)
     for index, fact in enumerate(facts):
         tokens = slice(*arrays["cu_tokens"][index : index + 2])
         rows = slice(*arrays["cu_rows"][index : index + 2])
@@ -73,6 +80,9 @@ def split_rollouts(
         for name in ("messages", "turn_rewards"):
             known[name] = tuple(fact[name])
         known |= {field: arrays[name][tokens] for name, field in _PER_TOKEN.items()}
+        if masked and (counts_T := arrays["kept_counts"][tokens]).any():
+            ids = arrays["kept_ids"][cu_kept[tokens.start] : cu_kept[tokens.stop]]
+            known["sampling_mask"] = SamplingMask(counts_T=counts_T, token_ids=ids)
         rollouts.append(Rollout(**known, routed_experts=arrays["routed_experts"][rows]))
     return rollouts
 

@@ -248,6 +248,20 @@ def test_rollouts_of_several_versions_are_refused(tmp_path: Path) -> None:
         parse([str(tmp_path), "--step", "2"])
 
 
+@pytest.mark.parametrize("rollout_settings", [{"top_k": 20}, {"top_p": 0.9}])
+def test_dumps_whose_masks_are_not_there_are_refused(
+    rollout_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are of an older version of R3, which replayed none."""
+    run_dir = RunDir(tmp_path)
+    write_text(run_dir.config, to_yaml(tiny_config(rollout=rollout_settings)))
+    write_rollouts(run_dir, 1, [unscored(replace(rollout(0, 4), policy_version=0))])
+    with pytest.raises(ConfigError) as caught:
+        parse([str(tmp_path), "--step", "1", "--engine"])
+    assert "--step = 1: was sampled with rollout.top_p or top_k and has no" in str(caught.value)
+    assert "--engine = 'true': decodes over the whole vocabulary" in str(caught.value)
+
+
 def test_refusal_is_one_message_and_exit_code_2(run_dir: Path) -> None:
     flags = ("--step", "2", "--parallel.ep", "1", "--train.lr", "3")
     done = torchrun(1, "-m", "r3.rescore", str(run_dir), *flags)

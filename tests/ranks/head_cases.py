@@ -26,11 +26,15 @@ Errors = dict[str, float]
 """Largest difference of each output and gradient, relative to its largest value."""
 
 
-def oracle(device: Device) -> dict[str, Errors]:
+def oracle(device: Device, *, masked: bool = False) -> dict[str, Errors]:
     """Compare with plain log_softmax in float64, for types and sizes of chunk.
 
     The world is the tp axis. 37 tokens of vocabulary do not divide by two: the last rank's slice is
     padded, with rows that would win if they counted.
+
+    Args:
+        masked: tokens have sampling masks: of a fifth of the vocabulary, some of all, one of the
+            target alone, one of tokens of one slice.
     """
     axis = Axis.of("tp", dist.group.WORLD)
     rows = -(-VOCABULARY // axis.size)
@@ -46,9 +50,21 @@ def oracle(device: Device) -> dict[str, Errors]:
     bonus_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
 
     true = [hidden_ND.clone().requires_grad_(), weight_VD.clone().requires_grad_()]
-    all_NV = (true[0] @ true[1].t() / TEMPERATURE).log_softmax(-1)
+    is_kept_NV = torch.rand(TOKENS, VOCABULARY, generator=generator) < (0.2 if masked else 2)
+    is_kept_NV[3], targets_N[5], is_kept_NV[5, rows:] = False, 2, False
+    is_kept_NV[7:10] = True
+    is_kept_NV[torch.arange(TOKENS), targets_N] = True
+    counts_N = is_kept_NV.sum(-1)
+    counts_N[8:10] = 0  # the same as all
+    ids = is_kept_NV[counts_N > 0].nonzero()[:, 1].int()
+    kept = (counts_N.int(), ids) if masked else None
+
+    logits_NV = true[0] @ true[1].t() / TEMPERATURE
+    if masked:
+        logits_NV = logits_NV.masked_fill(~is_kept_NV, -torch.inf)
+    all_NV = logits_NV.log_softmax(-1)
     logprobs_N = all_NV.gather(-1, targets_N[:, None])[:, 0]
-    entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+    entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(-1)
     policy_loss, bonus = (logprobs_N * share_N).sum(), (entropy_N * bonus_N).sum()
     gradients = {
         "": torch.autograd.grad(policy_loss, true, retain_graph=True),
@@ -73,7 +89,7 @@ def oracle(device: Device) -> dict[str, Errors]:
         padded_VD = torch.cat([weight_VD, torch.full((rows * axis.size - VOCABULARY, WIDTH), 50.0)])
         hidden = hidden_ND.to(dtype, copy=True).requires_grad_()
         weight = padded_VD.chunk(axis.size)[axis.rank].to(dtype, copy=True).requires_grad_()
-        logprobs_N, entropy_N = logprobs_and_entropy(hidden, weight, targets_N, head)
+        logprobs_N, entropy_N = logprobs_and_entropy(hidden, weight, targets_N, head, kept)
         assert entropy_N.requires_grad == with_bonus
         total = (logprobs_N * share_N.to(logprobs_N.dtype)).sum()
         if with_bonus:

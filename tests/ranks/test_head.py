@@ -4,6 +4,8 @@ stays near float32.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.families import random_checkpoint
@@ -13,10 +15,11 @@ from tests.world import run_world
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["single", "tp2"])
+@pytest.fixture(scope="module", params=product((1, 2), (False, True)), ids=str)
 def errors(request: pytest.FixtureRequest) -> dict[str, cases.Errors]:
-    """Largest differences from the float64 oracle, worst of the ranks."""
-    results = run_world(cases.oracle, request.param)
+    """Largest differences from the float64 oracle, worst of the tp ranks, also with masks."""
+    ranks, masked = request.param
+    results = run_world(cases.oracle, ranks, masked=masked)
     return {
         name: {part: max(result[name][part] for result in results) for part in found}
         for name, found in results[0].items()

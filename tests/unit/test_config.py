@@ -296,6 +296,7 @@ WITH_EFFECT: list[dict[str, Any]] = [
     },
     {"replay.mode": "r2"},
     {"env.max_turn_tokens": 8},
+    {"rollout.top_p": 0.9, "rollout.top_k": 20},
     {"eval.path": "", "env.name": "calculator", "train.objective": "sft"} | OF_OBJECTIVE["sft"],
     {"eval.only": True, "data.system_prompt": "Think.", "eval.max_prompts": 8, "train.seed": 3}
     | {"rollout.max_response_tokens": 30, "train.micro_batch_tokens": 2048},

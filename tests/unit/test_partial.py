@@ -1,7 +1,7 @@
 """Partial rollouts between two steps: who resumes them, their age, and their checkpoint file."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,14 @@ def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> N
     assert again.suspended[0].rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
 
 
-def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
-    """Its classes were in other modules, and rewards stood beside rollouts."""
+def test_a_checkpoint_of_the_version_before_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its classes were in other modules, rewards stood beside rollouts, and masks did not exist."""
+    *fields_then, last = (each.name for each in fields(Rollout))
+    assert last == "sampling_mask"
+    then = lambda rollout: [getattr(rollout, name) for name in fields_then]  # noqa: E731
+    monkeypatch.setattr(Rollout, "__getstate__", then)
     before = source._Before()
     before.rollouts, before.rewards = [rollout_of(1, 1, 2)], [0.1]
     before.parts = {(1, 1): {"gsm8k": 0.1}}

@@ -131,6 +131,10 @@ def test_optimizer_step_and_checkpoint_by_hand() -> None:
     # The gathered state in float32, and a copy of the weights in bfloat16.
     assert host["checkpoint"] == (12 + 2) * (experts + others)
     assert host["rollouts"] == 256 * 4608 * (24 + 384)
+    masked = with_values(BIG, {"rollout.top_k": 512, "parallel.cp": 2})
+    assert plan.host_memory(masked, BIG_SHAPE, 8)["rollouts"] == 512 * 4608 * (24 + 384 + 4 * 512)
+    assert plan.memory(masked, BIG_SHAPE, 8)["TRAIN"]["sampling masks"] == 8 * 512 * 8192 / 2
+    assert "sampling masks" not in phases["TRAIN"]
     assert "engine weights" not in host and "reference policy" not in host
 
 

@@ -27,7 +27,7 @@ from r3.run import (
     write_text,
 )
 from r3.tools import read_rollouts, write_rollouts
-from r3.types import Prompt, Rollout, TrainedSample
+from r3.types import Prompt, Rollout, SamplingMask, TrainedSample
 from tests.settings import changed
 from tests.tiny import coded_rollout
 
@@ -68,6 +68,10 @@ def dump(
 def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
     written = [rollout(0, 7, response="3+4=7\n#### 7"), rollout(1, 3)]
     written.append(rollout(2, 11, response="\u00fc \u2028 \ud800"))
+    sets = np.array([0, 0, 2, 1, 0, 0, 3], np.int32), np.arange(6, dtype=np.int32)
+    written[0] = replace(
+        written[0], sampling_mask=SamplingMask(counts_T=sets[0], token_ids=sets[1])
+    )
     path = dump(tmp_path, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0]))
     assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
     read, rewards, advantages = read_rollouts(path)
@@ -80,6 +84,10 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
         for name in ("tokens_T", "loss_mask_T", "logprobs_T", "routed_experts"):
             assert getattr(before, name).dtype == getattr(after, name).dtype
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+    mask = read[0].sampling_mask
+    assert read[1].sampling_mask is None and mask is not None
+    for array, wanted in zip((mask.counts_T, mask.token_ids), sets, strict=True):
+        np.testing.assert_array_equal(array, wanted, strict=True)
     row = read_jsonl(path)[0]
     assert (row["tokens"], row["response_tokens"]) == (7, 5)
 

@@ -169,6 +169,7 @@ def memory(
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
         output layer     head_bytes, on the last pipeline stage
+        sampling masks   rollout.top_k: 8 bytes per kept token of a micro-batch
         teacher          algo.teacher: weights of the largest one, less the activations, which
                          are not there while it scores
         clipping         the largest shard of a gradient, float32: clipping multiplies one at a time
@@ -227,6 +228,8 @@ def memory(
         "activations": tokens * activation_bytes_per_token(config, shape),
         "output layer": head_bytes(config, shape),
     }
+    if kept_tokens := kept_per_token(config, shape):
+        passes["sampling masks"] = 8.0 * kept_tokens * config.train.micro_batch_tokens / parallel.cp
     syncing = {}
     if of_layer:
         passes |= merging | {"layer": of_layer * float(size)}
@@ -249,6 +252,11 @@ def memory(
         "OPTIMIZER": train | states | {"clipping": shard * 4} | merging,
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
+
+
+def kept_per_token(config: Config, shape: ModelShape) -> int:
+    """Most tokens that sampling keeps for one: `rollout.top_k`, without ties; 0: it keeps all."""
+    return min(config.rollout.top_k, shape.vocab_size)
 
 
 def engine_bytes(config: Config, shape: ModelShape) -> float:
@@ -347,8 +355,8 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         teachers            algo.teacher: the weights of each
         engine weights      engine.sleep_level 1: while the policy trains
         rows                ROW_BYTES per byte of the files of data and held-out sets
-        rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
-                            the routes per token
+        rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes, the
+                            routes and 4 bytes per kept token (rollout.top_k) per token
         checkpoint          while one is written or read: values and moments in float32 of what the
                             rank trains, and a copy of its weights, or of its adapters
 
@@ -372,7 +380,9 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),
         "rows": ROW_BYTES * sum(map(bytes_of, (*config.data.path, *config.eval.path))),
-        "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
+        "rollouts": rollouts
+        * _longest(config, shape)
+        * (24 + route_bytes_per_token(shape) + 4 * kept_per_token(config, shape)),
         "checkpoint": 12 * trained + (4 * trained if config.uses_lora else weights),
     }
     return {name: float(size) for name, size in parts.items() if size}
