@@ -19,7 +19,8 @@ The rule of collapse was written before the first run. A run collapsed if one of
   gradient norm is below 1e-3 are left out of both: all samples of all groups had the same reward
   there, and a run that has learnt its task would count as one that broke.
 
-A run that ends with an error counts as collapsed, and the table names its error. A cell says that
+A run that ends with an error counts as collapsed, and the table names its error. (A run that made no
+step, or that a signal ended, was not made: nothing is kept of it.) A cell says that
 replay matters if live routing collapses in more seeds than replay does, or if the 95 % interval of
 the difference of the final rewards (the mean of the last 20 steps, replay - live, over paired
 seeds, Student's t) does not contain 0. Where that interval lies below 0, replay loses.
@@ -37,13 +38,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
-from benchmarks.learning_curve import ENVIRONMENT, ROOT, hardware, source
+from benchmarks.learning_curve import ENVIRONMENT, PACKAGES, ROOT, hardware, source
 from r3.run.folder import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "when_replay_matters.jsonl"
@@ -135,6 +137,8 @@ def main() -> None:
                     if key(cell, arm, seed, words.steps) in known or time.monotonic() > until:
                         continue
                     line = run(cell, arm, seed, words.steps)
+                    if line is None:
+                        continue
                     known[key(cell, arm, seed, words.steps)] = line
                     with words.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
@@ -154,8 +158,11 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {key(Cell(**run["cell"]), run["arm"], run["seed"], run["steps"]): run for run in runs}
 
 
-def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train once; return the cell, what ran, and the metrics of every step."""
+def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any] | None:
+    """Train once; return the cell, what ran, and the metrics of every step.
+
+    Nothing is returned of a run that made no step, or that a signal ended: its machine failed.
+    """
     with tempfile.TemporaryDirectory(prefix="r3-map-") as folder:
         began = time.perf_counter()
         done = subprocess.run(
@@ -175,6 +182,9 @@ def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any]:
         rows = read_metrics(metrics) if metrics.exists() else []
         steps_made = [row for row in rows if row["step"] > 0]
         error = done.stdout.splitlines()[-1] if done.returncode else ""
+        if done.returncode not in (0, 1) or (error and not steps_made):
+            print(f"{cell} {arm}, seed {seed} was not made: {done.stdout[-2000:]}", flush=True)
+            return None
     return {
         "cell": asdict(cell),
         "arm": arm,
@@ -185,6 +195,7 @@ def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "source": source(),
         "cpu": hardware()["simd"],
+        "versions": {name: version(name) for name in PACKAGES},
         **{
             name: [float(f"{row[name]:.4g}") for row in steps_made if name in row]
             for name in METRICS
