@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import train
+from benchmarks.rounding import rounded
 from r3.engine import Engine
 from r3.rollout import heldout
 from r3.tools import proof
@@ -35,7 +36,9 @@ class Rounding:
         """Round every floating-point tensor among the arguments."""
         if not cls.on:
             return None
-        return tuple(map(rounded, args)), {name: rounded(value) for name, value in kwargs.items()}
+        return tuple(map(of_engine, args)), {
+            name: of_engine(value) for name, value in kwargs.items()
+        }
 
     @classmethod
     def silent(cls, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,13 +54,11 @@ class Rounding:
         return exact
 
 
-def rounded(value: Any) -> Any:
-    """Round to nearest with `BITS` bits of mantissa; the exponent keeps its range."""
+def of_engine(value: Any) -> Any:
+    """Round a tensor of floats; other arguments stay."""
     if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
         return value
-    mantissa, exponent = torch.frexp(value.float())  # 0.5 <= |mantissa| < 1
-    steps = 2.0 ** (BITS + 1)
-    return torch.ldexp((mantissa * steps).round() / steps, exponent).to(value.dtype)
+    return rounded(value, BITS)
 
 
 def install(worker: Any) -> int:

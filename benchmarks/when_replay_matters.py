@@ -19,11 +19,11 @@ The rule of collapse was written before the first run. A run collapsed if one of
   gradient norm is below 1e-3 are left out of both: all samples of all groups had the same reward
   there, and a run that has learnt its task would count as one that broke.
 
-A run that ends with an error counts as collapsed, and the table names its error. (A run that made no
-step, or that a signal ended, was not made: nothing is kept of it.) A cell says that
-replay matters if live routing collapses in more seeds than replay does, or if the 95 % interval of
-the difference of the final rewards (the mean of the last 20 steps, replay - live, over paired
-seeds, Student's t) does not contain 0. Where that interval lies below 0, replay loses.
+A run that ends with an error counts as collapsed, and the table names its error. (Nothing is kept
+of a run that made no step or that a signal ended: its machine failed.) A cell says that replay
+matters if live routing collapses in more seeds than replay does, or if the 95 % interval of the
+difference of the final rewards (the mean of the last 20 steps, replay - live, over paired seeds,
+Student's t) does not contain 0. Where that interval lies below 0, replay loses.
 """
 
 from __future__ import annotations
