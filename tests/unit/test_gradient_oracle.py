@@ -1,0 +1,134 @@
+"""benchmarks/gradient_oracle.py: on a model so small that every response can be listed."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gradient_oracle import ARMS, WHOLE, Group, Oracle, figures, gradients, products
+
+pytestmark = pytest.mark.unit
+
+VOCABULARY, RESPONSE, EXPERTS, TOP_K, LAYERS = 3, 2, 3, 2, 2
+PROMPT = [1, 0]
+
+
+def tiny() -> Oracle:
+    """Two layers of three experts on four channels, with random weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    weights = {"model.embed_tokens.weight": made(VOCABULARY, 4)}
+    for layer in range(LAYERS):
+        of = f"model.layers.{layer}."
+        weights |= {
+            of + f"{norm}_layernorm.weight": made(4) for norm in ("input", "post_attention")
+        }
+        weights |= {of + f"self_attn.{name}_proj.weight": made(4, 4) for name in "qo"}
+        weights |= {of + f"self_attn.{name}_proj.weight": made(2, 4) for name in "kv"}
+        weights |= {of + f"self_attn.{name}_norm.weight": made(2) for name in "qk"}
+        weights[of + "mlp.gate.weight"] = made(EXPERTS, 4)
+        for expert, name in itertools.product(range(EXPERTS), ("gate", "up", "down")):
+            weights[of + f"mlp.experts.{expert}.{name}_proj.weight"] = made(4, 4)
+    weights |= {"model.norm.weight": made(4), "lm_head.weight": made(VOCABULARY, 4)}
+    return Oracle(weights, heads=2, kv_heads=1, top_k=TOP_K)
+
+
+def all_responses(oracle: Oracle, *, flip: bool, bits: int | None) -> tuple[Group, Tensor, Tensor]:
+    """All responses, weighted as an engine samples them: then a mean is an expectation.
+
+    Args:
+        flip: the engine sends the last token of the prompt to other experts in layer 0.
+
+    Returns:
+        The group, the engine's routes, and the rewards.
+    """
+    responses = itertools.product(range(VOCABULARY), repeat=RESPONSE)
+    tokens_BT = torch.tensor([[*PROMPT, *response] for response in responses])
+    rewards_B = torch.randn(len(tokens_BT), generator=torch.Generator().manual_seed(1)).double()
+    with torch.no_grad():
+        _, routes = oracle(tokens_BT, None, bits)
+        if flip:
+            routes[:, 1, 0] = (routes[:, 1, 0] + 1) % EXPERTS
+        mu_BT, _ = oracle(tokens_BT, routes, bits)
+    sampled_BT = torch.zeros_like(mu_BT)
+    sampled_BT[:, len(PROMPT) - 1 :] = 1
+    probability_B = (mu_BT * sampled_BT).sum(1).exp()
+    assert float(probability_B.sum()) == pytest.approx(1, abs=1e-12)
+    advantages_B = len(tokens_BT) * probability_B * rewards_B
+    return Group(tokens_BT, sampled_BT, mu_BT, routes, advantages_B), routes, rewards_B
+
+
+def of_objective(
+    oracle: Oracle, group: Group, routes: Tensor | None, bits: int | None, rewards_B: Tensor
+) -> Tensor:
+    """The gradient of the expected reward itself, sum over all responses of p(y) R(y)."""
+    logprobs_BT, _ = oracle(group.tokens_BT, routes, bits)
+    expected = ((logprobs_BT * group.sampled_BT).sum(1).exp() * rewards_B).sum()
+    return joined(torch.autograd.grad(-expected, [*oracle.weights.values()]))
+
+
+def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_equal_engines_have_no_bias_in_any_arm() -> None:
+    oracle = tiny()
+    group, routes, rewards_B = all_responses(oracle, flip=False, bits=None)
+    exact = of_objective(oracle, group, routes, None, rewards_B)
+    for name, made in gradients(oracle, group, ARMS, None).items():
+        # Importance weights are float32, so exp(0) of a difference of 1e-8 may be 1 + 6e-8.
+        assert distance(joined(made), exact) < 1e-6, name
+
+
+def test_a_planted_flip_biases_live_routing_and_replay_has_none() -> None:
+    oracle = tiny()
+    group, routes, rewards_B = all_responses(oracle, flip=True, bits=None)
+    exact = of_objective(oracle, group, routes, None, rewards_B)
+    made = {name: joined(each) for name, each in gradients(oracle, group, ARMS, None).items()}
+    # float64: sums of a few hundred terms.
+    assert distance(made["engine"], exact) < 1e-12
+    assert distance(made["replayed"], exact) < 1e-12
+    assert distance(made["live"], exact) > 0.05
+    # Weights of whole responses make live routing exact for the live policy, which is another aim.
+    own = of_objective(oracle, group, None, None, rewards_B)
+    assert distance(made[WHOLE], own) < 1e-6
+    assert distance(own, exact) > 0.05
+
+
+def test_rounding_is_part_of_the_target_and_replay_keeps_its_bias() -> None:
+    oracle = tiny()
+    group, routes, rewards_B = all_responses(oracle, flip=False, bits=3)
+    exact = of_objective(oracle, group, routes, 3, rewards_B)
+    made = {name: joined(each) for name, each in gradients(oracle, group, ARMS, 3).items()}
+    assert distance(made["engine"], exact) < 1e-12
+    assert 1e-3 < distance(made["replayed"], exact) < 1
+
+
+def test_figures_estimate_bias_and_cosine_of_known_vectors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups, size = 400, 50
+    noise = torch.randn(groups, size, generator=generator).double()
+    more = torch.randn(groups, size, generator=generator).double()
+    target = torch.zeros(size).double()
+    target[0] = 1.0
+    bias = torch.zeros(size).double()
+    bias[1] = 0.5
+    # The same noise in both, as for arms on the same samples: the bias is seen through it.
+    vectors = torch.stack([target + noise, target + bias + noise, target + noise + more])
+    found = figures(products(vectors))
+    assert float(found["bias2"][0]) == 0
+    # Means of 400 have errors of about 0.1 per unit of noise: |mean noise|^2 is 0.125 of the norm.
+    assert math.isclose(float(found["bias2"][1]), 0.25, abs_tol=0.1)
+    assert abs(float(found["bias2"][2])) < 0.1  # a second noise is variance, not bias
+    assert float(found["variance"][1]) == pytest.approx(1)
+    assert float(found["variance"][2]) == pytest.approx(2, abs=0.1)
+    assert float(found["cosine"][1]) == pytest.approx(1 / 1.25**0.5, abs=0.1)
