@@ -1,8 +1,8 @@
 """Compare policy gradients of the same samples: replayed routes, live routes, importance weights.
 
-    .venv/bin/python -m benchmarks.gradient_oracle              64 prompts of 8 samples
+    .venv/bin/python -m benchmarks.gradient_oracle              128 prompts of 8 samples
     .venv/bin/python -m benchmarks.gradient_oracle --short      16 prompts, about a minute
-    .venv/bin/python -m benchmarks.gradient_oracle --step 41    after 40 steps of training
+    .venv/bin/python -m benchmarks.gradient_oracle --after 40   weights after 40 steps of training
 
 An engine that rounds activations (rounded_engine.py) samples one step, and a plain model in float64
 takes the gradient of each prompt's samples,
@@ -11,14 +11,17 @@ takes the gradient of each prompt's samples,
 
 once for each arm. The target is that of the distribution that sampled: the same rounding in the
 forward pass (the backward pass takes it as the identity) and the experts that the engine chose.
-The arms round nothing; they differ in the experts and in the weights w. Prompts are independent, so
-means over pairs of different prompts estimate products of expectations without bias:
+The arms round nothing; they differ in the experts and in the weights w. Prompts are independent, in
+blocks of prompts / 32. Of blocks b, means over pairs of different blocks estimate products of
+expectations without bias:
 
-    bias       |E g - E g_target| / |E g_target|, from an unbiased estimate of its square
+    apart      sum_b |g - g_target|^2 / sum_b |g_target|^2: on the same samples
+    bias^2     |E g - E g_target|^2 / |E g_target|^2, which may come out below 0
     cosine     of E g and E g_target
-    variance   trace of the covariance of a prompt's g over that of its g_target
+    variance   trace of the covariance of g over that of g_target
 
-Intervals are those of the jackknife over prompts, 95 %.
+Intervals are those of the jackknife over blocks, 95 %. Where the noise of the mean of g_target is
+above half of its square (a part of the model with little gradient), bias and cosine are left out.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from r3.types import Rollout
 
 RESULTS = ROOT / "benchmarks" / "results" / "gradient_oracle.jsonl"
 TARGET = "engine"
+BLOCKS = 32
 WHOLE = "live, whole-response weights"
 
 
@@ -317,6 +321,7 @@ def figures(products_AANN: Tensor) -> dict[str, Tensor]:
     variances = ((same - every / groups) / (groups - 1)).diagonal()
     norms = means.diagonal()
     return {
+        "apart": ((same.diagonal() - 2 * same[0] + same[0, 0]) / same[0, 0]),
         "bias2": (norms - 2 * means[0] + norms[0]) / norms[0],
         "cosine": means[0] / (norms * norms[0]).clamp(min=0).sqrt(),
         "variance": variances / variances[0],
@@ -348,25 +353,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="16 prompts; nothing is kept")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=128, help="a multiple of 32, or fewer")
     parser.add_argument("--model", default="tiny-moe-ties", help="an embedded model of r3/assets")
     parser.add_argument("--bits", type=int, default=3, help="of mantissa, in the engine")
-    parser.add_argument("--step", type=int, default=1, help="whose samples; steps before it train")
+    parser.add_argument("--after", type=int, default=0, help="steps of training before, with r3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     words = parser.parse_args()
     if words.short:
         words.prompts = 16
     with tempfile.TemporaryDirectory(prefix="r3-oracle-") as folder:
-        run, weights = sample(Path(folder), words)
-        rollouts, rewards, _ = read_rollouts(run.rollouts(words.step))
+        weights = ROOT / "r3" / "assets" / words.model
+        if words.after:
+            steps = {"train.steps": words.after, "checkpoint.every": words.after}
+            made = train(Path(folder) / "before", weights, words, steps)
+            weights = made / "hf" / f"step_{words.after:06d}"
+        steps = {"train.steps": 1, "rollout.prompts_per_step": words.prompts}
+        run = train(Path(folder) / "sampled", weights, words, steps | {"checkpoint.every": 0})
+        rollouts, rewards, _ = read_rollouts(RunDir(run).rollouts(1))
         oracle = Oracle.load(weights)
     line = {
-        "model": words.model,
-        "bits": words.bits,
-        "step": words.step,
-        "seed": words.seed,
-        "prompts": words.prompts,
+        **{name: getattr(words, name) for name in ("model", "bits", "after", "seed", "prompts")},
         **measure(oracle, groups_of(rollouts, rewards), words.bits),
         "date": date.today().isoformat(),
         "source": source(),
@@ -379,30 +386,26 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def sample(folder: Path, words: argparse.Namespace) -> tuple[RunDir, Path]:
-    """Run the rounded engine to the step; return the run and the weights that sampled the step.
+def train(folder: Path, model: Path, words: argparse.Namespace, steps: Mapping[str, int]) -> Path:
+    """Run the rounded engine with the settings of the map's first cell; return the run's folder.
 
     Engine and policy are float32, so that rounding to `bits` is all that the oracle must follow.
     """
-    model = ROOT / "r3" / "assets" / words.model
-    before = words.step - 1
     flags = {
         "model.path": model,
         "model.dtype": "float32",
         "model.fp32_head": "false",
         "engine.dtype": "float32",
         "parallel.ep": 1,
-        "train.steps": words.step,
         "train.seed": words.seed,
         "train.lr": 5e-4,
         "train.updates_per_step": 4,
-        "rollout.prompts_per_step": words.prompts,
         "log.dir": folder,
-        "log.rollouts_every": words.step,
+        "log.rollouts_every": steps["train.steps"],
         "log.tensorboard": "false",
         "eval.every": 0,
         "replay.shadow_every": 0,
-        "checkpoint.every": before,
+        **steps,
     }
     done = subprocess.run(
         [
@@ -416,8 +419,8 @@ def sample(folder: Path, words: argparse.Namespace) -> tuple[RunDir, Path]:
         text=True,
     )
     if done.returncode:
-        sys.exit(f"{done.stdout}\nsampling ended with exit code {done.returncode}")
-    return RunDir(folder), folder / "hf" / f"step_{before:06d}" if before else model
+        sys.exit(f"{done.stdout}\nthe run ended with exit code {done.returncode}")
+    return folder
 
 
 def groups_of(rollouts: Iterable[Rollout], rewards: Iterable[float]) -> list[Group]:
@@ -435,12 +438,14 @@ def measure(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, Any
     sizes = {
         part: sum(oracle.weights[name].numel() for name in names) for part, names in parts.items()
     }
-    vectors = {part: torch.empty(len(ARMS), len(groups), size) for part, size in sizes.items()}
-    for row, group in enumerate(groups):
+    blocks = min(BLOCKS, len(groups))
+    assert len(groups) % blocks == 0, f"{len(groups)} prompts are not {blocks} equal blocks"
+    vectors = {part: torch.zeros(len(ARMS), blocks, size) for part, size in sizes.items()}
+    for number, group in enumerate(groups):
         for arm, made in enumerate(gradients(oracle, group, ARMS, bits).values()):
             for part, names in parts.items():
                 flat = [made[places[name]].flatten() for name in names]
-                vectors[part][arm, row] = torch.cat(flat)
+                vectors[part][arm, number % blocks] += torch.cat(flat)
     of_part = {part: products(each) for part, each in vectors.items()}
     of_part["all"] = torch.stack([*of_part.values()]).sum(0)
     result: dict[str, Any] = fidelity(oracle, groups, bits)
@@ -486,25 +491,24 @@ def fidelity(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, fl
 def table(line: Mapping[str, Any]) -> list[str]:
     """Return the figures of a line as Markdown."""
     rows = [
-        f"{line['model']}, {line['bits']} bits, step {line['step']}, seed {line['seed']}, "
+        f"{line['model']}, {line['bits']} bits, after {line['after']} steps, seed {line['seed']}, "
         f"{line['prompts']} prompts, {line['tokens']:.0f} tokens. Mean |log-probability - "
         f"engine's|: {line['engine_distance']} with its rounding and experts, "
         f"{line['live_distance']} live. Agreement of the experts: {line['engine_agreement']} with "
         f"its rounding, {line['live_agreement']} live.",
         "",
-        "| part | arm | bias, relative | squared (95 %) | cosine (95 %) | variance ratio (95 %) |",
+        "| part | arm | apart | bias^2 | cosine | variance |",
         "|---|---|---|---|---|---|",
     ]
     for part in (name for name in line if isinstance(line[name], dict) and "bias2" in line[name]):
+        seen = 0 <= line[part]["noise"][TARGET][0] <= 0.5
         for arm in (name for name in ARMS if name != TARGET):
-            bias2, cosine, variance = (
-                line[part][figure][arm] for figure in ("bias2", "cosine", "variance")
-            )
-            rows.append(
-                f"| {part} | {arm} | {math.sqrt(max(0.0, bias2[0])):.3f} "
-                f"| {bias2[0]:.4f} ± {bias2[1]:.4f} | {cosine[0]:.3f} ± {cosine[1]:.3f} "
-                f"| {variance[0]:.2f} ± {variance[1]:.2f} |"
-            )
+            columns = [
+                f"{value:.4f} ± {half:.4f}" if seen or name in ("apart", "variance") else "-"
+                for name in ("apart", "bias2", "cosine", "variance")
+                for value, half in [line[part][name][arm]]
+            ]
+            rows.append(f"| {part} | {arm} | {' | '.join(columns)} |")
     return rows
 
 

@@ -129,6 +129,9 @@ def test_figures_estimate_bias_and_cosine_of_known_vectors() -> None:
     # Means of 400 have errors of about 0.1 per unit of noise: |mean noise|^2 is 0.125 of the norm.
     assert math.isclose(float(found["bias2"][1]), 0.25, abs_tol=0.1)
     assert abs(float(found["bias2"][2])) < 0.1  # a second noise is variance, not bias
+    # |bias|^2 and |more|^2 over |target|^2 + |noise|^2
+    assert float(found["apart"][1]) == pytest.approx(0.25 / 51, rel=0.1)
+    assert float(found["apart"][2]) == pytest.approx(50 / 51, rel=0.1)
     assert float(found["variance"][1]) == pytest.approx(1)
     assert float(found["variance"][2]) == pytest.approx(2, abs=0.1)
     assert float(found["cosine"][1]) == pytest.approx(1 / 1.25**0.5, abs=0.1)
