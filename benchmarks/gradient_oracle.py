@@ -463,7 +463,7 @@ def measure(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, Any
 @torch.no_grad()
 def fidelity(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, float]:
     """Return the distance of the oracle with rounding from the engine, and the live agreement."""
-    far, near, own, live, tokens, slots = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    far, near, own, live, whole, tokens, slots = (0.0 for _ in range(7))
     for group in groups:
         on = group.sampled_BT
         for routes, rounds in ((group.routes_BTLK, bits), (None, bits), (None, None)):
@@ -478,12 +478,14 @@ def fidelity(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, fl
                 own += agree
             else:
                 live += agree
+                whole += float((same.all(-1).all(-1)[:, :-1].double() * on).sum())
                 near += float(((logprobs - group.mu_BT).abs() * on).sum())
     return {
         "engine_distance": float(f"{far / tokens:.3g}"),
         "live_distance": float(f"{near / tokens:.3g}"),
         "engine_agreement": float(f"{own / slots:.4g}"),
         "live_agreement": float(f"{live / slots:.4g}"),
+        "live_agreement_in_all_layers": float(f"{whole / tokens:.4g}"),
         "tokens": tokens,
     }
 
@@ -495,7 +497,8 @@ def table(line: Mapping[str, Any]) -> list[str]:
         f"{line['prompts']} prompts, {line['tokens']:.0f} tokens. Mean |log-probability - "
         f"engine's|: {line['engine_distance']} with its rounding and experts, "
         f"{line['live_distance']} live. Agreement of the experts: {line['engine_agreement']} with "
-        f"its rounding, {line['live_agreement']} live.",
+        f"its rounding, {line['live_agreement']} live; in all layers of a token "
+        f"{line['live_agreement_in_all_layers']}.",
         "",
         "| part | arm | apart | bias^2 | cosine | variance |",
         "|---|---|---|---|---|---|",

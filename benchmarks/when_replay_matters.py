@@ -67,7 +67,10 @@ ARMS = {
     "r3 + TIS": ("--algo.correction", "token_tis"),
     "live, routers frozen": ("--replay.mode", "off", *FREEZE_ROUTERS),
 }
-METRICS = ("reward/mean", "optim/grad_norm", "mismatch/k3", "routing/agreement", "rollout/tokens")
+METRICS = (
+    *("reward/mean", "optim/grad_norm", "mismatch/k3", "routing/agreement", "rollout/tokens"),
+    *("policy/kl_old", "loss/clip_frac"),
+)
 WINDOW, PATIENCE, FINAL = 5, 20, 20
 SHORT_STEPS = 60
 # Color and marker of an arm.
@@ -182,7 +185,7 @@ def first(lines: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, Any]
     newest: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["steps"] >= steps:
-            cut = {name: line[name][:steps] for name in METRICS}
+            cut = {name: line.get(name, [])[:steps] for name in METRICS}
             ended = line["error"] if len(cut["optim/grad_norm"]) < steps else ""
             place = json.dumps([line["cell"], line["arm"], line["seed"]])
             newest[place] = {**line, **cut, "error": ended}
