@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -49,7 +49,15 @@ from torch import Tensor
 from benchmarks.learning_curve import ENVIRONMENT, PACKAGES, ROOT, hardware, source
 from benchmarks.rounding import rounded
 from r3.algo.advantage import rloo
-from r3.algo.loss import CORRECTIONS, Correction, LossInputs, Sequences, correct
+from r3.algo.loss import (
+    CORRECTIONS,
+    Bounds,
+    Correction,
+    LossInputs,
+    Sequences,
+    correct,
+    ppo_clip,
+)
 from r3.run.folder import RunDir
 from r3.tools.dumps import read_rollouts
 from r3.types import Rollout
@@ -57,6 +65,8 @@ from r3.types import Rollout
 RESULTS = ROOT / "benchmarks" / "results" / "gradient_oracle.jsonl"
 TARGET = "engine"
 BLOCKS = 32
+STALE = ("live", "r2", "r3")
+LR = 5e-4
 WHOLE = "live, whole-response weights"
 
 
@@ -283,22 +293,23 @@ def gradients(
     return made
 
 
-def _loss(logprobs_BT: Tensor, group: Group, correction: Correction | None) -> Tensor:
+def _inputs(logprobs_BT: Tensor, old_BT: Tensor, group: Group) -> LossInputs:
     samples, length = logprobs_BT.shape
-    advantages_BT = group.advantages_B[:, None].expand(-1, length)
-    weights_BT: Tensor | float = 1.0
-    if correction:
-        now = logprobs_BT.detach().flatten()
-        inputs = LossInputs(
-            logprobs_N=now,
-            old_logprobs_N=now,
-            rollout_logprobs_N=group.mu_BT.flatten(),
-            advantages_N=advantages_BT.flatten(),
-            loss_mask_N=group.sampled_BT.flatten(),
-            sequences=Sequences(tuple(range(0, samples * length + 1, length))),
-        )
-        weights_BT = correct(correction, inputs).weights_N.view(samples, length).double()
-    return -(weights_BT * advantages_BT * logprobs_BT * group.sampled_BT).sum() / samples
+    return LossInputs(
+        logprobs_N=logprobs_BT.flatten(),
+        old_logprobs_N=old_BT.detach().flatten(),
+        rollout_logprobs_N=group.mu_BT.flatten(),
+        advantages_N=group.advantages_B[:, None].expand(-1, length).flatten(),
+        loss_mask_N=group.sampled_BT.flatten(),
+        sequences=Sequences(tuple(range(0, samples * length + 1, length))),
+    )
+
+
+def _loss(logprobs_BT: Tensor, group: Group, correction: Correction | None) -> Tensor:
+    inputs = _inputs(logprobs_BT, logprobs_BT, group)
+    weights_N = correct(correction, inputs).weights_N.double() if correction else 1.0
+    terms_N = weights_N * inputs.advantages_N * inputs.logprobs_N * inputs.loss_mask_N
+    return -terms_N.sum() / len(logprobs_BT)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -398,7 +409,7 @@ def train(folder: Path, model: Path, words: argparse.Namespace, steps: Mapping[s
         "engine.dtype": "float32",
         "parallel.ep": 1,
         "train.seed": words.seed,
-        "train.lr": 5e-4,
+        "train.lr": LR,
         "train.updates_per_step": 4,
         "log.dir": folder,
         "log.rollouts_every": steps["train.steps"],
@@ -449,6 +460,7 @@ def measure(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, Any
     of_part = {part: products(each) for part, each in vectors.items()}
     of_part["all"] = torch.stack([*of_part.values()]).sum(0)
     result: dict[str, Any] = fidelity(oracle, groups, bits)
+    result["stale"] = stale(oracle, groups, LR)
     for part, each in of_part.items():
         result[part] = {
             figure: {
@@ -458,6 +470,68 @@ def measure(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, Any
             for figure, (value, half) in with_intervals(each).items()
         }
     return result
+
+
+def stale(oracle: Oracle, groups: Sequence[Group], lr: float) -> dict[str, dict[str, float]]:
+    """Move all weights by one update and return what the ratios and gradients of a second one are.
+
+    The update is Adam's first, lr times the sign of the gradient. The arms are live routes in both
+    passes, the live routes of the first pass in both (r2), and the engine's in both (r3).
+
+    Returns:
+        Of each arm: the share of (token, layer) slots whose experts changed, the largest ratio
+        pi / pi_old of a token, and of the prompts' gradients of ppo_clip the median norm and the
+        largest.
+    """
+    names, totals = [*oracle.weights], [torch.zeros_like(w) for w in oracle.weights.values()]
+    for group in groups:
+        (made,) = gradients(oracle, group, {"replayed": ARMS["replayed"]}, None).values()
+        for total, each in zip(totals, made, strict=True):
+            total += each
+    moved = replace(
+        oracle,
+        weights={
+            name: (oracle.weights[name].detach() - lr * total.sign()).requires_grad_()
+            for name, total in zip(names, totals, strict=True)
+        },
+    )
+    changed, slots = dict.fromkeys(STALE, 0.0), 0.0
+    ratios: dict[str, float] = dict.fromkeys(STALE, 0.0)
+    norms: dict[str, list[float]] = {arm: [] for arm in STALE}
+    for group in groups:
+        with torch.no_grad():
+            old_live, live_routes = oracle(group.tokens_BT, None, None)
+            old_replayed, _ = oracle(group.tokens_BT, group.routes_BTLK, None)
+        on = group.sampled_BT
+        slots += float(on.sum()) * oracle.layers
+        passes = zip(
+            STALE,
+            (None, live_routes, group.routes_BTLK),
+            (old_live, old_live, old_replayed),
+            strict=True,
+        )
+        for arm, routes, old in passes:
+            now, used = moved(group.tokens_BT, routes, None)
+            before = live_routes if routes is None else routes
+            other = (used.sort(-1).values != before.sort(-1).values).any(-1)[:, :-1]
+            changed[arm] += float((other * on[..., None]).sum())
+            ratios[arm] = max(ratios[arm], float(((now - old).detach() * on).max().exp()))
+            inputs = _inputs(now, old, group)
+            loss_N, _ = ppo_clip(inputs, Bounds(0.2, 0.28))
+            loss = (loss_N * inputs.loss_mask_N).sum() / len(on)
+            parts = torch.autograd.grad(
+                loss, [*moved.weights.values()], allow_unused=True, materialize_grads=True
+            )
+            norms[arm].append(math.sqrt(sum(float(part.square().sum()) for part in parts)))
+    return {
+        arm: {
+            "changed": float(f"{changed[arm] / slots:.4g}"),
+            "largest_ratio": float(f"{ratios[arm]:.4g}"),
+            "median_norm": float(f"{np.median([n for n in norms[arm] if n > 0]):.4g}"),
+            "largest_norm": float(f"{max(norms[arm]):.4g}"),
+        }
+        for arm in STALE
+    }
 
 
 @torch.no_grad()
@@ -512,6 +586,15 @@ def table(line: Mapping[str, Any]) -> list[str]:
                 for value, half in [line[part][name][arm]]
             ]
             rows.append(f"| {part} | {arm} | {' | '.join(columns)} |")
+    rows += [
+        "",
+        f"After one update of {LR:g}, in a second one on the same samples:",
+        "",
+        "| arm | experts changed | largest pi / pi_old | gradient of a prompt, median | largest |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, facts in line["stale"].items():
+        rows.append(f"| {arm} | {' | '.join(f'{value:.3g}' for value in facts.values())} |")
     return rows
 
 

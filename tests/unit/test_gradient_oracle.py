@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gradient_oracle import ARMS, WHOLE, Group, Oracle, figures, gradients, products
+from benchmarks.gradient_oracle import (
+    ARMS,
+    WHOLE,
+    Group,
+    Oracle,
+    figures,
+    gradients,
+    products,
+    stale,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -111,6 +120,19 @@ def test_rounding_is_part_of_the_target_and_replay_keeps_its_bias() -> None:
     made = {name: joined(each) for name, each in gradients(oracle, group, ARMS, 3).items()}
     assert distance(made["engine"], exact) < 1e-12
     assert 1e-3 < distance(made["replayed"], exact) < 1
+
+
+def test_a_second_update_changes_live_experts_only() -> None:
+    oracle = tiny()
+    group, _, _ = all_responses(oracle, flip=False, bits=None)
+    still = stale(oracle, [group], 0.0)
+    assert {facts["changed"] for facts in still.values()} == {0.0}
+    assert all(facts["largest_ratio"] == 1 for facts in still.values())
+    # A rate at which the routers of this model change their choice.
+    moved = stale(oracle, [group], 0.3)
+    assert moved["live"]["changed"] > 0
+    assert moved["r2"]["changed"] == moved["r3"]["changed"] == 0
+    assert moved["r2"] == moved["r3"]  # the engine chose what the policy chooses
 
 
 def test_figures_estimate_bias_and_cosine_of_known_vectors() -> None:
