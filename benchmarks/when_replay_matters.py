@@ -302,7 +302,8 @@ def table(lines: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
     found = first(lines, steps)
     for cell in CELLS:
         of_cell = [line for line in found if line["cell"] == asdict(cell)]
-        agreed = [line["routing/agreement"][0] for line in of_cell if line["routing/agreement"]]
+        captured = [line for line in of_cell if line["arm"].startswith("r3")]
+        agreed = [line["routing/agreement"][0] for line in captured if line["routing/agreement"]]
         live = {line["seed"]: final(line) for line in of_cell if line["arm"] == "live"}
         for arm in ARMS:
             runs = [line for line in of_cell if line["arm"] == arm]
