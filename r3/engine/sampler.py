@@ -159,6 +159,15 @@ class Sampler:
         self._names[turn.key] = self._core.add_request(str(turn.key), prompt, sampling)
         self._turns[turn.key] = turn
 
+    def abort(self, keys: Sequence[int]) -> None:
+        """End turns in flight; `step` does not return them."""
+        for key in keys:
+            del self._turns[key]
+            name = self._names.pop(key)
+            self._core.abort_request([name], internal=True)
+            if self._routes:
+                self._routes.take(name)
+
     def step(self) -> list[Sampled]:
         """Sample one more token of every turn in flight; return the turns that finished."""
         finished = []

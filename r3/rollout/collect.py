@@ -102,11 +102,13 @@ class Collector:
             with_questions = judging.with_questions if judging else lambda *turns: turns
             num_sampled = 0
             remaining: int = engine.share(leader.size if leader else None)
-            # A call of an episode that is over stays in flight until the engine has finished it.
             while remaining or sampler.busy:
-                turns, finished = engine.share(
-                    with_questions(*leader.advance(sampler.busy)) if leader else None
+                gone, (turns, finished) = engine.share(
+                    (leader.take_abandoned(), with_questions(*leader.advance(sampler.busy)))
+                    if leader
+                    else None
                 )
+                sampler.abort(gone)
                 for turn in turns:
                     sampler.add(turn)
                 for _ in range(finished):

@@ -151,6 +151,13 @@ class Round:
             finished += 1
         return turns, finished
 
+    def take_abandoned(self) -> list[int]:
+        """Return the turns in flight that nobody awaits any more; they are not received."""
+        keys = [key for key, call in self._in_flight.items() if call.is_abandoned]
+        for key in keys:
+            del self._in_flight[key]
+        return keys
+
     def receive_sample(self, sampled: Sampled) -> None:
         """Pass a finished turn to its episode.
 

@@ -42,7 +42,7 @@ def test_every_sequence_equals_transformers(facts: Facts, kind: str) -> None:
     assert facts[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["talks", "command"])
+@pytest.mark.parametrize("kind", ["talks", "command", "served"])
 def test_a_workflow_samples_what_the_same_environment_samples(facts: Facts, kind: str) -> None:
     """Seeds, continuations, routes: bit for bit, except where an observation does not fit."""
     environment, workflow = facts["environment"], facts[kind]
@@ -94,6 +94,15 @@ def test_a_crashing_a_hanging_and_a_slow_episode_lose_nothing_else(facts: Facts)
 def test_calls_that_are_given_up_leave_nothing_behind(facts: Facts) -> None:
     found = facts["impatient"]
     assert found.turns == [1] * 16 and found.rewards == [1.0] * 16
+    # The engine ends them: it has sampled nothing but the 16 messages of at most two tokens.
+    assert found.metrics["rollout/sampled_tokens"] <= 32
+
+
+def test_a_client_of_tokens_gets_the_routes_that_are_trained_on(facts: Facts) -> None:
+    found = facts["tokens"]
+    assert found.turns == [2] * 16 and found.agreement is not None
+    moe_layers = found.agreement.slots / found.routes_sent  # all rows of all rollouts were sent
+    assert moe_layers == int(moe_layers) > 0 and found.metrics["env/continued_frac"] == 0.5
 
 
 @pytest.mark.large

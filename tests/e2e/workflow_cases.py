@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from r3.config import RewardConfig
 from r3.data import Renderer
@@ -22,7 +25,10 @@ from tests.talkers import CHATTY, WITHOUT_CLIENT, Agreement, Talker, Yardstick, 
 from tests.tiny import rewards_of, tiny_config
 
 WORKFLOWS = '''
-import asyncio, random
+import asyncio, base64, hashlib, json, pathlib, random
+import httpx
+import numpy as np
+from r3.envs import serve
 
 def user(text):
     return {"role": "user", "content": text}
@@ -90,6 +96,58 @@ class Impatient:
         await asyncio.sleep(0.002)
         return 1.0
 
+class Served:
+    """The conversation of Chatty by the endpoint: each row has one of its APIs."""
+    def text(self, path, reply):
+        if path == "messages":
+            said = [{"role": "assistant", "content": reply["content"]}]
+            return said, "".join(block["text"] for block in reply["content"])
+        if path == "responses":
+            return reply["output"], reply["output"][-1]["content"][0]["text"]
+        said = reply["choices"][0]["message"]
+        return [said], said["content"]
+    async def run(self, task, model):
+        async with serve(model) as access, httpx.AsyncClient(timeout=300) as client:
+            client.headers["x-api-key"] = access.api_key
+            self.client, self.url = client, access.base_url.removesuffix("/v1")
+            self.access = access
+            return await self.talk(task)
+    async def talk(self, task):
+        rows, said = int(task.id.rpartition(":")[2]), list(task.messages)
+        path = ("chat/completions", "messages", "responses")[rows % 3]
+        for turn in range(3 + rows % 2):
+            body = {"input" if path == "responses" else "messages": said}
+            body |= {"max_tokens": 9999} if path == "messages" else {}
+            new, text = self.text(path, await self.post(f"/v1/{path}", body))
+            await asyncio.sleep(random.random() * 0.03)
+            said += [*new, user("and then " + "3 more " * ((len(text) * 7 + rows) % 7))]
+        return 1.0
+    async def post(self, path, body):
+        body = json.dumps({"model": "policy", **body})
+        reply = await self.client.post(self.url + path, content=body)
+        if self.access.limit:
+            raise self.access.limit
+        return reply.raise_for_status().json()
+
+class Tokens(Served):
+    """Two turns of token ids; writes the routes that came with them into a file."""
+    async def talk(self, task):
+        ids, rows = list(map(int, task.tokens_T)), []
+        for turn in range(2):
+            how = {"max_tokens": 9, "routed_experts_prompt_start": len(rows)}
+            reply = await self.post("/inference/v1/generate",
+                                    {"token_ids": ids, "sampling_params": how})
+            (choice,) = reply["choices"]
+            routes = choice["routed_experts"]
+            assert routes["start"] == len(rows)
+            data = np.frombuffer(base64.b64decode(routes["data"]), routes["dtype"])
+            rows += [*data.reshape(routes["shape"])]
+            said = [*ids, *choice["token_ids"]]
+            ids = [*said, 7, 8]
+        name = hashlib.md5(str(said).encode()).hexdigest()
+        np.save(pathlib.Path(__file__).with_name(f"{name}.npy"), np.array(rows))
+        return 1.0
+
 class Turns:
     """Three turns of one conversation."""
     async def run(self, task, model):
@@ -135,6 +193,7 @@ class Episodes:
         signatures: tokens, log-probabilities and routes of each rollout.
         turns: the model's messages in each rollout.
         texts: each rollout, decoded.
+        routes_sent: rows of routes that a client got and that are those of a rollout.
         agreement: None on ranks that do not lead an engine.
     """
 
@@ -144,6 +203,7 @@ class Episodes:
     texts: list[str]
     rewards: list[float]
     metrics: dict[str, float]
+    routes_sent: int
     agreement: Agreement | None
 
 
@@ -158,6 +218,16 @@ def slow_steps(seconds: float) -> Iterator[None]:
 
     with patch.object(Sampler, "step", waiting):
         yield
+
+
+def _sent(folder: Path, rollout: Rollout) -> int:
+    """How many rows of routes a client of a rollout's tokens has, if they are those of it."""
+    name = hashlib.md5(str(rollout.tokens_T.tolist()).encode()).hexdigest()
+    if not (file := folder / f"{name}.npy").exists():
+        return 0
+    rows = np.load(file)
+    assert rows.shape == rollout.routed_experts.shape and (rows == rollout.routed_experts).all()
+    return len(rows)
 
 
 def episodes(
@@ -203,6 +273,7 @@ def episodes(
             texts=[tokenizer.decode(each.tokens_T) for each in rollouts],
             rewards=rewards_of(collected),
             metrics=values(collected.metrics),
+            routes_sent=sum(_sent(file.parent, each) for each in rollouts),
             agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )
 
@@ -229,6 +300,8 @@ def episodes(
         "zero": lambda: of("Trouble", on_error="zero", **trouble),
         "judged": lambda: of("Unrewarded", scorer=scorer),
         "impatient": lambda: of("Impatient"),
+        "served": lambda: of("Served"),
+        "tokens": lambda: of("Tokens"),
     }
     found = {}
     for kind, sample in rounds.items():
