@@ -1,0 +1,183 @@
+"""Many clients of the endpoint at once, slow and dying ones among them, and odd requests: each
+request gets a reply or an error of its API, and each episode a reward or a named failure."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from r3.config import EnvConfig
+from r3.envs import Model, Workflows, serve
+from r3.types import Prompt
+from tests.agents import ASK, Played, chat, play
+from tests.errors import Capsys
+from tests.rounds import numbered, play_round
+from tests.talkers import values
+
+USER = [{"role": "user", "content": "a"}]
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": USER, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/inference/v1/generate": {"token_ids": [3]},
+}
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\npolicy\r\n--x--\r\n'
+BODIES: list[bytes] = [
+    *(b"", b"{", b"[]", b"null", b"\xff\xfe", b'"a"', b"[" * 100_000, b" " * (2 << 20), FORM),
+    *(b"model=policy&messages=a", b'{"model": "policy", "model": "gpt"}', b'{"model": 1e999}'),
+]
+CHANGES: list[dict[str, Any]] = [
+    {"model": None},
+    {"n": 2},
+    {"stream": "yes"},
+    {"train": 1},
+    {"temperature": []},
+    *({name: odd} for name in ("messages", "prompt", "input", "token_ids") for odd in ({}, [{}])),
+]
+ELSEWHERE = [
+    *(("POST", path) for path in ("/", "/v1", "/v1/embeddings", "/v1/messages/batches", "//")),
+    *((method, path) for method in ("GET", "PUT", "DELETE", "PATCH") for path in WHOLE),
+    *(("GET", path) for path in ("/v1/responses/resp_1", "/v1/models/gpt", "/v1/%00", "/docs")),
+]  # fmt: skip
+
+
+def has_shape(path: str, error: Any) -> bool:
+    """Whether a body is an error of the API that the path belongs to."""
+    inner = error["error"]
+    if path.startswith("/v1/messages"):
+        return bool(error["type"] == "error" and inner["type"] and inner["message"])
+    return bool(inner["message"]) and {"type", "param", "code"} <= inner.keys()
+
+
+def test_every_odd_request_is_refused_in_the_form_of_its_api(
+    capfd: Capsys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("r3.envs.apis.handlers._SAID", set())
+    odd: list[tuple[str, str, bytes]] = [("POST", path, body) for path in WHOLE for body in BODIES]
+    for path, whole in WHOLE.items():
+        for change in CHANGES:
+            if change.keys() <= {*whole, "model", "n", "stream", "train", "temperature"}:
+                body = {"model": "policy", **whole, **change}
+                odd.append(("POST", path, json.dumps(body).encode()))
+    odd += [(*each, b"") for each in ELSEWHERE]
+
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        url, head = str(client.base_url).removesuffix("/v1/"), {"x-api-key": client.api_key}
+        found = []
+        for method, path, body in odd:
+            reply = await client._client.request(method, url + path, content=body, headers=head)
+            found.append((reply.status_code, has_shape(path, reply.json())))
+        for token in ({}, {"Authorization": "Basic eA=="}, {"x-api-key": b"\xe9"}):
+            reply = await client._client.post(f"{url}/v1/messages", content=b"{}", headers=token)
+            assert (reply.status_code, has_shape("/v1/messages", reply.json())) == (401, True)
+        await chat(client)
+        return found
+
+    played = play(agent)
+    wrong = [(odd[i], each) for i, each in enumerate(played.value)
+             if not (400 <= each[0] < 500 and each[1])]  # fmt: skip
+    assert not wrong and len(odd) >= 72
+    assert played.texts == ["hello<|im_end|>"] * 2, "no refused request was sampled"
+    assert played.rollouts[-1].metrics == {"env/refused_invalid": float(len(odd))}
+    said = capfd.readouterr().err
+    assert said.count("warning: the endpoint refused") == 2 and "Traceback" not in said
+    assert not caplog.records
+
+
+async def sent(access: Any, body: Any, pieces: int = 1) -> tuple[Any, asyncio.StreamWriter]:
+    """Send a chat in pieces; return what the reply is read from."""
+    host, _, port = access.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps({"model": "policy", **body}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: r3\r\nContent-Length: {len(content)}\r\n"
+    whole = f"{head}Authorization: Bearer {access.api_key}\r\n\r\n".encode() + content
+    for piece in range(pieces):
+        writer.write(whole[piece * len(whole) // pieces : (piece + 1) * len(whole) // pieces])
+        await writer.drain()
+        await asyncio.sleep(0)
+    return reader, writer
+
+
+async def asked(access: Any, messages: Any, pieces: int = 1) -> Any:
+    """The message that a chat gets; it is read one byte at a time if it is sent in pieces."""
+    reader, writer = await sent(access, {"messages": messages}, pieces)
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    content = bytearray()
+    while len(content) < int(head.partition("content-length: ")[2].split()[0]):
+        content += await reader.read(1 if pieces > 1 else 1 << 16)
+    writer.close()
+    assert head.startswith("http/1.1 200"), (head, content)
+    return json.loads(content)["choices"][0]["message"]
+
+
+class Crowd:
+    """200 clients beside 100 slow ones and 50 that die: in mid-body, or while they are awaited."""
+
+    async def run(self, task: Prompt, model: Model) -> Any:
+        number = int(task.answer)
+        async with serve(model) as access:
+            messages = [*task.messages]
+            for _ in range(2):
+                message = await asked(access, messages, 40 if 200 <= number < 300 else 1)
+                messages += [message, {"role": "user", "content": "go"}]
+            if number < 300:
+                return 1.0
+            if number % 2:
+                _, writer = await sent(access, {"messages": messages})
+            else:
+                _, writer = await sent(access, {"messages": messages[:1] * 1000}, 2)
+            writer.transport.abort()
+            raise ConnectionError(f"client {number} died")
+
+
+def test_nothing_is_lost_among_slow_and_dying_clients(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflows = Workflows(EnvConfig(on_error="drop"), Crowd)
+    prompts = {number: numbered(number) for number in range(350)}
+    collected, _ = play_round(workflows, tokenizer, prompts)
+    metrics = values(collected.metrics)
+    assert Counter(each.group for each in collected.rollouts) == Counter(range(300))
+    assert {each.loss_mask_T.sum() for each in collected.rollouts} == {
+        2 * len(tokenizer("hello<|im_end|>")["input_ids"])
+    }
+    counts = ("calls", "errors", "dropped", "timeouts", "crashes")
+    assert [metrics[f"env/{name}"] for name in counts] == [350, 50, 50, 0, 0]
+    assert not caplog.records, "the server has nothing to say of those that died"
+
+
+@pytest.mark.parametrize("names", [None, ["first"]], ids=["all", "named"])
+def test_aborted_requests_end_and_others_go_on(names: Any) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    async def agent(client: Any) -> Any:
+        late = [{"role": "user", "content": "late"}]
+        both = [asyncio.create_task(chat(client, late, extra_body={"request_id": name}))
+                for name in ("first", "second")]  # fmt: skip
+        await asyncio.to_thread(begun.wait)
+        body = {} if names is None else {"request_ids": names}
+        url = str(client.base_url).removesuffix("/v1/") + "/abort_requests"
+        reply = await client.post(url, body=body, cast_to=object)
+        over.set()
+        ends = await asyncio.gather(*both, return_exceptions=True)
+        await chat(client, ASK)
+        return reply, [getattr(each, "code", "answered") for each in ends]
+
+    def says(asked: str) -> str:
+        if "late" in asked:
+            begun.set()
+            over.wait(60)
+        return "hello"
+
+    played = Played(agent, says)
+    count = 2 if names is None else 1
+    codes = ["request_aborted", "request_aborted" if names is None else "answered"]
+    assert played.value == ({"aborted": count}, codes)
+    assert played.texts == ["hello<|im_end|>"] * (3 - count)
+    assert played.metrics["env/refused_aborted"] == count
