@@ -14,12 +14,9 @@ import argparse
 import json
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -72,12 +69,11 @@ def measured(steps: int) -> dict[str, Any]:
             command = how["command"].replace(name, "RUNS").replace(f"{ROOT}/", "")
             return {**how, "command": command, **columns(rows, COLUMNS)}
 
-        path = str(folder / "agent")
-        runs = {"environment": make("environment")}
-        with agent(path):
-            start = shlex.join([sys.executable, "-I", "-S", str(AGENT), path])
-            flags = ("--env.name", "single_turn", "--env.command", start, "--env.workers", "32")
-            runs["endpoint"] = make("endpoint", *flags)
+        start = shlex.join([sys.executable, f"{AGENT}:Agent"])
+        runs = {
+            "environment": make("environment"),
+            "endpoint": make("endpoint", "--env.name", "single_turn", "--env.command", start),
+        }
     return {
         "what": "preset `tiny-tools`, seed 0, two ranks; endpoint: the agent is another process",
         "made_by": "python benchmarks/endpoint.py",
@@ -90,23 +86,6 @@ def measured(steps: int) -> dict[str, Any]:
         },
         "runs": runs,
     }
-
-
-@contextmanager
-def agent(path: str) -> Iterator[None]:
-    """The agent's process, while the context is open."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.endpoint_agent", "serve", path], cwd=ROOT
-    )
-    try:
-        while not Path(path).exists():
-            if process.poll() is not None:
-                sys.exit("the agent's process ended")
-            time.sleep(0.1)
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def draw(runs: Mapping[str, Any], path: Path) -> None:

@@ -4,17 +4,9 @@ smolagents writes its own prompts and rewrites the history of each turn, so an e
 token sequences. It imports nothing of R3, and R3 needs nothing of smolagents:
 
     python -m venv runs/smol && runs/smol/bin/pip install "smolagents[openai]"
-
-Without an argument it lives one episode; with the path of a socket, those that pass_on.py brings.
 """
 
-import json
-import os
 import re
-import socketserver
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from smolagents import ChatMessage, LogLevel, OpenAIModel, Tool, ToolCallingAgent
@@ -64,36 +56,20 @@ class EmbeddedModel(OpenAIModel):  # type: ignore[misc]
         return message
 
 
-def live(variables: Mapping[str, str]) -> None:
-    """One episode."""
-    task = json.loads(Path(variables["R3_TASK_FILE"]).read_text())
-    model = EmbeddedModel(
-        variables["OPENAI_MODEL"],
-        api_base=variables["OPENAI_BASE_URL"],
-        api_key=variables["OPENAI_API_KEY"],
-        client_kwargs={"timeout": 600.0},
-        tool_choice="auto",  # the framework's default, "required", would need a grammar
-    )
-    agent = ToolCallingAgent(
-        [Calculator()], model, PROMPTS, max_steps=5, verbosity_level=LogLevel.OFF
-    )
-    answer = str(agent.run(task["messages"][-1]["content"]))
-    right = answer == task["answer"].rpartition("####")[2].strip()
-    steps = len(agent.memory.get_full_steps()) - 1
-    result = {"reward": float(right), "metrics": {"agent_steps": steps}}
-    Path(variables["R3_RESULT_FILE"]).write_text(json.dumps(result))
+class Agent:
+    """Lives all episodes of a rank, each in a thread."""
 
-
-class Episode(socketserver.StreamRequestHandler):
-    """An episode that pass_on.py brings, in a thread of its own."""
-
-    def handle(self) -> None:
-        live(json.loads(self.rfile.readline()))
-        self.wfile.write(b"done\n")
-
-
-if sys.argv[1:]:
-    socketserver.ThreadingUnixStreamServer.request_queue_size = 512
-    socketserver.ThreadingUnixStreamServer(sys.argv[1], Episode).serve_forever()
-else:
-    live(os.environ)
+    def run(self, task: dict[str, Any], model: Any) -> tuple[float, dict[str, int]]:
+        policy = EmbeddedModel(
+            model.name,
+            api_base=model.base_url,
+            api_key=model.api_key,
+            client_kwargs={"timeout": 600.0},
+            tool_choice="auto",  # the framework's default, "required", would need a grammar
+        )
+        agent = ToolCallingAgent(
+            [Calculator()], policy, PROMPTS, max_steps=5, verbosity_level=LogLevel.OFF
+        )
+        answer = str(agent.run(task["messages"][-1]["content"]))
+        right = answer == task["answer"].rpartition("####")[2].strip()
+        return float(right), {"agent_steps": len(agent.memory.get_full_steps()) - 1}

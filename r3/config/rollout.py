@@ -73,9 +73,9 @@ class EnvConfig:
     and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
     (docs/workflows.md)."""
     command: str = ""
-    """A command instead of a class, run once per episode: an agent that calls the model by OpenAI's
-    API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
-    it."""
+    """An agent in another process that calls the model by OpenAI's API (docs/endpoint.md). With
+    `PYTHON agent.py:Class`, one process per engine lives all episodes. Any other command runs once
+    per episode and writes its reward to R3_RESULT_FILE. No shell runs it."""
     listen: str = setting(
         "127.0.0.1",
         pattern=rf"{_HOST}(:\d{{1,5}})?",
@@ -127,7 +127,7 @@ class EnvConfig:
     template is refused. Not for workflows, where each such call begins a token sequence."""
     workers: int = setting(0, ge=0, resume=True, needs="sampling turns")
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
-    that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""
+    that waits. With env.command: maximum episodes at once per engine; 0 is no maximum."""
     timeout_s: float = setting(
         60.0,
         gt=0,

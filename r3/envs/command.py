@@ -1,15 +1,21 @@
-"""Run a command per episode: an agent that uses OpenAI's API, `--env.command "python agent.py"`.
+"""Agents in other processes that use OpenAI's API: one per episode, or one that stays.
 
-The command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, finds the row in the JSON file
-R3_TASK_FILE, and writes its reward as JSON to R3_RESULT_FILE. It is a process group of its own and
-never outlives its episode, nor the rank, however that ends.
+    --env.command "python agent.py"          started for each episode
+    --env.command "python agent.py:Agent"    a class: one process per rank lives all episodes
+
+A command of the first kind gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, finds the row in
+the JSON file R3_TASK_FILE, and writes its reward as JSON to R3_RESULT_FILE. The class has a method
+`run(self, task, model)`, see `resident.py`. A process leads a process group, which never outlives
+its episode, or the run, nor the rank, however that ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +37,27 @@ from r3.user_code.calls import CallError
 
 _LAST_LINES = 20
 _LAST_BYTES = 4000
+_LONGEST_LINE = 1 << 26  # of a result: metrics and a reward per call
+_SILENT_S = 10.0  # until a process that does not take a cancellation is killed
+_END_S = 5.0  # for an agent that stays to end with the run
+
+_CLASS = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+def split(command: str) -> tuple[list[str], int]:
+    """Return the words of a command, and where `agent.py:Class` stands in them, or -1.
+
+    Raises:
+        ValueError: a quotation is not closed.
+    """
+    words = shlex.split(command)
+    found = [index for index, word in enumerate(words) if index and _CLASS.fullmatch(word)]
+    return words, found[0] if found else -1
+
+
+def stays(command: str) -> bool:
+    """Whether a command names a class, whose process lives all episodes."""
+    return split(command)[1] >= 0
 
 
 class Command:
@@ -59,20 +86,18 @@ class Command:
                         failure = str(error)
                 if access.limit is not None:
                     raise access.limit
-                raise CallError(f"{self._command!r} {failure}{_last_lines(folder)}")
+                text = f"{self._command!r} {failure}{_last_lines(folder / 'output.txt')}"
+                raise CallError(text)
         except asyncio.CancelledError as cancelled:
-            cancelled.add_note(f"{self._command!r} was stopped{_last_lines(folder)}")
+            last = _last_lines(folder / "output.txt")
+            cancelled.add_note(f"{self._command!r} was stopped{last}")
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _run(self, task: Prompt, access: Access, folder: Path, guard: _Guard) -> str:
         """Run the process to its end; return how it failed, "" if it did not."""
-        row = {
-            name: getattr(task, name) for name in ("id", "messages", "answer", "answers", "tools")
-        }
-        row["metadata"] = dict(task.metadata)
-        (folder / "task.json").write_text(json.dumps(row, default=str), encoding="utf-8")
+        (folder / "task.json").write_text(_line_of(row_of(task)), encoding="utf-8")
         with (folder / "output.txt").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *shlex.split(self._command),
@@ -89,27 +114,164 @@ class Command:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             guard.forget(process.pid)
-        if code < 0:
-            return f"ended with signal {signal.Signals(-code).name}"
-        return f"ended with exit code {code}" if code else ""
+        return _end_of(code) if code else ""
+
+
+class Resident:
+    """The workflow that passes episodes to the process of `env.command`, which stays."""
+
+    def __init__(self, command: str, **arguments: Any) -> None:
+        """Take the command line, and the arguments of its class."""
+        self._command, self._arguments = command, arguments
+
+    async def run(self, task: Prompt, model: Model) -> Any:
+        """Let the process live one episode; return its result.
+
+        Raises:
+            ModelLimit: it failed after the model could not be called any more.
+            CallError: it failed or died, or its result cannot be used.
+        """
+        async with serve(model) as access:
+            process = await _Process.of_loop(self._command, self._arguments, access)
+            try:
+                return checked(await process.live(task, access))
+            except CallError as error:
+                if access.limit is not None:
+                    raise access.limit from None
+                raise CallError(f"{self._command!r} {error}", again=error.again) from None
+
+
+class _Process:
+    """An agent's process, with the episodes that it lives."""
+
+    @classmethod
+    async def of_loop(cls, command: str, arguments: dict[str, Any], access: Access) -> _Process:
+        """Return the process that lives episodes now; start it first, or again."""
+        guard = _Guard.of_loop()
+        key = command, json.dumps(arguments, default=str)
+        async with guard.starts:
+            found = guard.residents.get(key)
+            if found is None or found._is_over:
+                found = guard.residents[key] = cls()
+                await found._start(command, arguments, access, guard)
+            return found
+
+    async def _start(
+        self, command: str, arguments: dict[str, Any], access: Access, guard: _Guard
+    ) -> None:
+        words, place = split(command)
+        words.insert(place, str(Path(__file__).with_name("resident.py")))
+        folder = Path(os.environ.get("R3_RUN_DIR", guard.folder)) / "agents"
+        folder.mkdir(exist_ok=True)
+        self._log = folder / f"rank_{int(os.environ.get('RANK', '0')):05d}.txt"
+        self._guard, self._why, self._is_over, self._is_ready = guard, "", False, False
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        with self._log.open("ab") as output:
+            self._began = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=os.environ | _unproxied(access),
+                start_new_session=True,  # so that it can be killed with everything it started
+                limit=_LONGEST_LINE,
+            )
+        guard.watch(self._process.pid, patient=True)
+        self._say(arguments)
+        self._reader = asyncio.create_task(self._read())
+
+    async def live(self, task: Prompt, access: Access) -> Any:
+        """Pass an episode on; return what the class returned for it.
+
+        Raises:
+            CallError: it raised an exception, or the process died.
+        """
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        how = {"base_url": access.base_url, "api_key": access.api_key, "name": MODEL}
+        self._say({"episode": number, "task": row_of(task), **how})
+        try:
+            return await answer
+        except asyncio.CancelledError as cancelled:
+            self._say({"episode": number})
+            if self._is_ready:
+                asyncio.get_running_loop().call_later(_SILENT_S, self._kill_if_silent, number)
+            else:
+                text = f"the process of {self._log} is still loading its file: raise env.timeout_s"
+                cancelled.add_note(text)
+            raise
+
+    async def end(self) -> None:
+        """Let the process end with its input; kill what is left of its group."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _END_S)
+        self._kill()
+
+    def _say(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._is_over:
+            self._process.stdin.write(_line_of(order).encode() + b"\n")
+
+    def _kill_if_silent(self, number: int) -> None:
+        if number in self._waiting and not self._is_over:
+            self._why = f"did not take the end of an episode for {_SILENT_S:g} s: R3 killed it"
+            self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            answer = json.loads(line)
+            self._is_ready = True
+            waiting = self._waiting.pop(answer.get("episode"), None)
+            if waiting is not None and not waiting.done():
+                if "error" in answer:
+                    waiting.set_exception(CallError(f"failed:\n{answer['error']}"))
+                else:
+                    waiting.set_result(answer["result"])
+        self._is_over = True
+        code = await self._process.wait()
+        self._kill()
+        self._guard.forget(self._process.pid)
+        last = _last_lines(self._log, self._began)
+        text = f"{self._why or _end_of(code)} (output: {self._log}){last}"
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(CallError(text, again=self._is_ready))
 
 
 class _Guard:
-    """Kills the commands in flight and removes their files when the rank is gone, even by SIGKILL.
+    """Kills processes and removes the files of episodes when the rank is gone, even by SIGKILL.
 
     A process of its own, which sees the end of its input then.
 
     Attributes:
         folder: for the files of episodes.
+        residents: processes that stay, by command and arguments.
+        starts: held while one is started.
     """
 
     _PROGRAM = """
-import os, shutil, signal, sys
-groups = set()
+import os, shutil, signal, sys, time
+groups = {}
 for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-for group in groups:
+    group, patience = line.split()
+    groups[int(group)] = float(patience)
+    if patience == "-1":
+        del groups[int(group)]
+began = time.monotonic()
+for group, patience in sorted(groups.items(), key=lambda each: each[1]):
     try:
+        while time.monotonic() - began < patience:
+            os.killpg(group, 0)
+            time.sleep(0.05)
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
@@ -118,6 +280,8 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="r3-episodes-")
+        self.residents: dict[tuple[str, str], _Process] = {}
+        self.starts = asyncio.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", self._PROGRAM, self.folder],
             stdin=subprocess.PIPE,
@@ -135,14 +299,14 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
             _GUARDS[loop] = cls()
         return _GUARDS[loop]
 
-    def watch(self, group: int) -> None:
-        """A process group begins."""
-        self._tell(f"+{group}\n")
+    def watch(self, group: int, *, patient: bool = False) -> None:
+        """A process group begins; a patient guard lets it end by itself first."""
+        self._tell(f"{group} {_END_S if patient else 0}\n")
 
     def forget(self, group: int) -> None:
         """A process group has been killed."""
         with suppress(ValueError):  # closed already, at the end of the loop
-            self._tell(f"-{group}\n")
+            self._tell(f"{group} -1\n")
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -153,28 +317,48 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
         try:
             await asyncio.Event().wait()
         finally:
+            await asyncio.gather(*(each.end() for each in self.residents.values()))
             self._process.communicate()
 
 
 _GUARDS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Guard] = WeakKeyDictionary()
 
 
+def row_of(task: Prompt) -> dict[str, Any]:
+    """What agents get of a row."""
+    names = ("id", "messages", "answer", "answers", "tools")
+    return {name: getattr(task, name) for name in names} | {"metadata": dict(task.metadata)}
+
+
+def _line_of(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
 def _environment(access: Access, folder: Path) -> dict[str, str]:
-    environment = os.environ | {
+    return os.environ | {
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": MODEL,
         "R3_TASK_FILE": str(folder / "task.json"),
         "R3_RESULT_FILE": str(folder / "result.json"),
+        **_unproxied(access),
     }
-    host = str(urlsplit(access.base_url).hostname)
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy could not reach this machine
-        environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
-    return environment
+
+
+def _unproxied(access: Access) -> dict[str, str]:
+    """A proxy could not reach this machine."""
+    host, names = str(urlsplit(access.base_url).hostname), ("NO_PROXY", "no_proxy")
+    return {name: ",".join(filter(None, [os.environ.get(name), host])) for name in names}
+
+
+def _end_of(code: int) -> str:
+    if code < 0:
+        return f"ended with signal {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _result(file: Path) -> Any:
-    """What a workflow's `run` returns for the content of a result file.
+    """Return the checked content of a result file.
 
     Raises:
         CallError: there is no such file, or it holds something else.
@@ -185,19 +369,30 @@ def _result(file: Path) -> Any:
         raise CallError("wrote no result to R3_RESULT_FILE") from None
     except (OSError, ValueError) as error:
         raise CallError(f"wrote a result that is not JSON ({error})") from None
+    return checked(value)
+
+
+def checked(value: Any) -> Any:
+    """Return what a workflow's `run` returns for an agent's result.
+
+    Raises:
+        CallError: it is an object with other keys.
+    """
     if not isinstance(value, dict):
         return value
     if "reward" not in value or not value.keys() <= {"reward", "metrics"}:
         raise CallError(
-            f"wrote the result {value!r}: an object has the key reward and may have metrics"
+            f"gave the result {value!r}: an object has the key reward and may have metrics"
         )
     return value["reward"], value.get("metrics") or {}
 
 
-def _last_lines(folder: Path) -> str:
+def _last_lines(file: Path, start: int = 0) -> str:
     """The end of what a command printed."""
     with suppress(FileNotFoundError):
-        lines = (folder / "output.txt").read_bytes()[-_LAST_BYTES:].decode(errors="replace")
+        with file.open("rb") as output:
+            output.seek(max(start, file.stat().st_size - _LAST_BYTES))
+            lines = output.read().decode(errors="replace")
         if last := lines.rstrip().splitlines()[-_LAST_LINES:]:
             return "; its last lines:\n" + "\n".join(f"  {line}" for line in last)
     return "; it printed nothing"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -33,15 +32,15 @@ def is_workflow(found: type) -> bool:
 def find(settings: EnvConfig) -> type[Any]:
     """Return the class that `env.path`, or else `env.name`, names; load the user's file.
 
-    With `env.command`, the class runs that command.
+    With `env.command`, the class runs that command or passes episodes to its process.
 
     Raises:
         ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
     if settings.command:
-        from r3.envs.command import Command
+        from r3.envs.command import Command, Resident, stays
 
-        return Command
+        return Resident if stays(settings.command) else Command
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
@@ -123,11 +122,18 @@ def check_workflow(config: Config) -> list[str]:
 
 def check_command(config: Config, found: Findings) -> None:
     """`env.command` starts, and is the only environment."""
+    from r3.envs.command import split
+
     env = config.env
+    try:
+        words, place = split(env.command)
+    except ValueError as error:
+        found.add("env.command", f"is no command line: {error}", "close the quotation")
+        return
     for field, is_set in (
         ("env.name", env.name != EnvConfig().name),
         ("env.path", env.path),
-        ("env.args", env.args),
+        ("env.args", place < 0 and env.args),
     ):
         if is_set:
             rule = "is set together with env.command, which takes the place of the environment"
@@ -135,14 +141,11 @@ def check_command(config: Config, found: Findings) -> None:
     if config.rollout.step_token_budget:
         rule = "suspends conversations, and env.command is set: a process cannot be"
         found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
-    try:
-        words = shlex.split(env.command)
-    except ValueError as error:
-        found.add("env.command", f"is no command line: {error}", "close the quotation")
-        return
+    script = words[place].rpartition(":")[0] if place >= 0 else ""
     if not words or shutil.which(words[0]) is None:
         rule = f"there is no program {words[0] if words else ''!r} in PATH that can be executed"
         found.add("env.command", rule, "give its path, or install it")
     elif Path(words[0]).name.startswith("python") and len(words) > 1:
-        if words[1].endswith(".py") and not Path(words[1]).is_file():
-            found.add("env.command", f"there is no file {words[1]}", "give the path of the script")
+        script = script or (words[1] if words[1].endswith(".py") else "")
+    if script and not Path(script).is_file():
+        found.add("env.command", f"there is no file {script}", "give the path of the script")

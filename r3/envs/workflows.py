@@ -19,11 +19,13 @@ from r3.config.arguments import keyword_arguments
 from r3.envs.calls import announced, require_same
 from r3.envs.workflow import Model, ModelLimit, Workflow
 from r3.metrics.glossary import checked_metrics
+from r3.runtime.device import has_gpu
 from r3.types import Prompt
 from r3.user_code.calls import CallError, CallTimeout, number, own_copy
 from r3.user_code.workers import Done, Pool, Threads
 
 _WAIT_S = 0.01  # for calls of the model, between looks at episodes that have ended
+_LONGEST_PAUSE_S = 0.1  # for one more call
 _BEAT_S = 1.0  # between signs of life that the event loop is asked for
 _CANCEL_AGAIN_S = 1.0  # until an episode that ignores its cancellation is cancelled again
 
@@ -173,6 +175,7 @@ class Workflows:
         self._beat_asked: float | None = None
         self._beat_due = 0.0
         self._alive = threading.Event()
+        self._polled, self._gathers = 0.0, not has_gpu()
 
     @property
     def outstanding(self) -> int:
@@ -188,7 +191,8 @@ class Workflows:
 
         Waits at most `timeout_s` for one or for `wake`.
         """
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
+        until = began + timeout_s
         while not (done := self._pool.poll(0.0)) and self._pool.outstanding:
             remaining_s = until - time.monotonic()
             if remaining_s <= 0 or not self.wake.empty():
@@ -196,8 +200,18 @@ class Workflows:
             with suppress(queue.Empty):
                 self.wake.get(timeout=min(_WAIT_S, remaining_s))
                 break
+        if self._gathers and not self.wake.empty():
+            # Calls that come one by one would each make small batches of the engine's next steps,
+            # and the engine would take the cores from the agents that are about to call. So the
+            # engine waits for the next call as long as its last step took.
+            pause_s = min(_LONGEST_PAUSE_S, began - self._polled)
+            with suppress(queue.Empty):
+                while True:
+                    self.wake.get(timeout=pause_s)
+            done = done or self._pool.poll(0.0)
         while not self.wake.empty():
             self.wake.get()
+        self._polled = time.monotonic()
         return done
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -286,6 +286,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
         run.meter.console.header(
             [*settings, *extras.header(config, task, run.mesh, run.device, run.opened)]
         )
+        os.environ["R3_RUN_DIR"] = str(folder.path.absolute())  # for agents of other processes
         prepared.watchdog.watch(folder, kill_after_s=config.debug.kill_after_s)
         with run.meter, run.stop, run.checkpointer:
             run.phases.begin_steps()

@@ -142,7 +142,7 @@ def test_an_agent_of_another_package_trains(agent: str, package: str, tmp_path: 
     python = os.environ.get(f"R3_PYTHON_WITH_{package.upper()}")
     if python is None:
         pytest.skip(f"R3_PYTHON_WITH_{package.upper()} names no interpreter that has {package}")
-    command = f"{python} examples/external_agent/{agent}.py"
+    command = f"{python} examples/external_agent/{agent}.py:Agent"
     base = "tiny-tools --env.name single_turn" if agent == "smol_agent" else "tiny"
     script = (
         f"{sys.executable} train.py {base} --parallel.ep 1 --train.steps 1 --eval.path '' "

@@ -1,4 +1,4 @@
-"""Commands as workflows: results, failures, time-outs, and that nothing is left behind."""
+"""Agents in other processes: results, failures, time-outs, and that nothing is left behind."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets, checks
 from r3.config import EnvConfig
-from r3.envs import Command, Workflows
+from r3.envs import Command, Resident, Workflows, command
 from r3.rollout import EnvironmentFailed, RoundResult
 from tests.rounds import numbered, play_round
 from tests.sources import ROOT
@@ -33,15 +33,37 @@ message = chat(task["messages"])
 )
 
 
-def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> RoundResult:
-    """One round of episodes of the agent, with the rest of its program."""
+# One that stays. `run` is async, or a plain function that gets a thread.
+STAYS = """
+import asyncio, json, os, subprocess, sys, time, urllib.request
+def call(model, messages):
+    request = urllib.request.Request(
+        model.base_url + "/chat/completions",
+        json.dumps({"model": model.name, "messages": messages}).encode(),
+        {"Authorization": "Bearer " + model.api_key},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+class Agent:
+    def __init__(self, **arguments):
+        self.arguments, self.lived = arguments, 0
+    async def run(self, task, model):
+        message = await asyncio.to_thread(call, model, task["messages"])
+        self.lived += 1
+"""
+
+
+def play(folder: Path, rest: str, *, prompts: int = 1, stays: str = "", **env: Any) -> RoundResult:
+    """One round of episodes of the agent, with the rest of its program, or of its `run`."""
     file = folder / "agent.py"
-    file.write_text(AGENT + rest)
+    lines = "".join(f"        {line}\n" for line in rest.strip().splitlines())
+    file.write_text(STAYS + lines if stays else AGENT + rest)
     env = {"timeout_s": 60.0, **env}
-    settings = EnvConfig(command=f"{sys.executable} -S {file}", **env)
+    name = f"{file}:{stays}" if stays else str(file)
+    settings = EnvConfig(command=f"{sys.executable} -S {name}", **env)
     rows = {n: replace(numbered(n), metadata={"level": n}) for n in range(prompts)}
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    return play_round(Workflows(settings, Command), tokenizer, rows)[0]
+    kind = Resident if stays else Command
+    return play_round(Workflows(settings, kind), tokenizer, rows)[0]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +104,94 @@ def test_a_failing_command_fails_the_episode(tmp_path: Path, rest: str, text: st
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("rest", "reward"),
+    [
+        ("return 0.5", 0.5),
+        ("return 2, {'steps': 3}", 2.0),
+        (
+            "call(model, [*task['messages'], message, task['messages'][0]]); return [0.25, 0.5]",
+            0.75,
+        ),
+        ("return task['metadata']['level'] + len(task['answer']) + len(task['id'])", 7.0),
+        ("return self.arguments['size'] + self.arguments['more']", 5.0),
+        ("print('no result', flush=True); os.system('echo and none'); return 1", 1.0),
+        ("return type('scalar', (), {'tolist': lambda self: 0.125})()", 0.125),
+    ],
+    ids=["number", "metrics", "one per call", "the row", "arguments", "prints", "of numpy"],
+)
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
+def test_an_agent_that_stays_returns_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, reward: float, is_async: bool
+) -> None:
+    if not is_async:
+        plain = STAYS.replace("await asyncio.to_thread(call, model, ", "call(model, ")
+        monkeypatch.setattr(f"{__name__}.STAYS", plain.replace("async def", "def"))
+    collected = play(tmp_path, rest, stays="Agent", args=("size=2", "more=3"))
+    assert rewards_of(collected) == [reward]
+    assert "hello" in collected.rollouts[0].response
+    assert collected.rollouts[0].metrics == ({"env/steps": 3.0} if "steps" in rest else {})
+
+
+def test_one_process_lives_all_episodes_at_once(tmp_path: Path) -> None:
+    rest = "while self.lived < 8: await asyncio.sleep(0.01)\nreturn os.getpid()"
+    assert len(set(rewards_of(play(tmp_path, rest, prompts=8, stays="Agent")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        ("raise RuntimeError('of the agent')", "in run\n    raise RuntimeError('of the"),
+        ("sys.exit('of the agent')", "SystemExit: of the agent"),
+        ("print('why', flush=True); os._exit(3)", "ended with exit code 3 (output: "),
+        ("print('why', flush=True); os._exit(3)", "its last lines:\n  why"),
+        ("os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
+        ("return {'score': 1}", "an object has the key reward"),
+        ("return 'good'", "returned 'good'"),
+        ("return object()", "AttributeError: 'object' object has no attribute 'tolist'"),
+        ("return [1, 2]", "returned 2 rewards, and the episode has 1 calls"),
+        ("await asyncio.sleep(60)", "not done after 2 s, calls of the model excluded"),
+    ],
+)
+def test_an_agent_that_stays_fails_the_episode(tmp_path: Path, rest: str, text: str) -> None:
+    with pytest.raises(EnvironmentFailed) as caught:
+        play(tmp_path, rest, stays="Agent", timeout_s=2.0 if "sleep" in rest else 60.0)
+    assert text in str(caught.value)
+
+
+def test_a_class_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="has no attribute 'Agnet'"):
+        play(tmp_path, "return 1", stays="Agnet", retries=3)
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "time.sleep(300)"], ids=["dies", "hangs"])
+def test_a_process_that_dies_or_hangs_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The episodes that it lived are retried; one that hangs does not take the end of another."""
+    monkeypatch.setattr(command, "_SILENT_S", 0.5)
+    flag = tmp_path / "flag"
+    rest = f"""
+if task["answer"] == "1" and not os.path.exists({str(flag)!r}):
+    open({str(flag)!r}, "w").close()
+    {end}
+return os.getpid()"""
+    collected = play(tmp_path, rest, prompts=4, stays="Agent", retries=2, timeout_s=3.0)
+    assert len(rewards_of(collected)) == 4
+    assert 1 <= values(collected.metrics)["env/retries"] <= 8
+
+
+def test_output_goes_to_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R3_RUN_DIR", str(tmp_path))
+    play(tmp_path, "print('row', task['answer']); return 1", prompts=2, stays="Agent")
+    assert sorted((tmp_path / "agents" / "rank_00000.txt").read_text().split()) == [
+        *("0", "1"),
+        *("row", "row"),
+    ]
+
+
 def test_a_command_is_tried_again(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     rest = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); sys.exit(1)\n"
@@ -92,9 +202,11 @@ def test_a_command_is_tried_again(tmp_path: Path) -> None:
     assert (found["env/errors"], found["env/retries"], found["env/dropped"]) == (1, 1, 0)
 
 
-def test_an_agent_that_dies_of_a_limit_is_unfinished(tmp_path: Path) -> None:
-    rest = "while True: chat(task['messages'])"
-    collected = play(tmp_path, rest, max_turns=3, unfinished_reward=-0.5)
+@pytest.mark.parametrize("stays", ["", "Agent"])
+def test_an_agent_that_dies_of_a_limit_is_unfinished(tmp_path: Path, stays: str) -> None:
+    call = "await asyncio.to_thread(call, model, " if stays else "chat("
+    rest = f"while True: {call}task['messages'])"
+    collected = play(tmp_path, rest, stays=stays, max_turns=3, unfinished_reward=-0.5)
     assert set(rewards_of(collected)) == {-0.5} and collected.rollouts[0].finish_reason == "turns"
 
 
@@ -131,20 +243,26 @@ open({str(pid_file)!r}, "w").write(str(child.pid))
 """
 
 
-@pytest.mark.parametrize("end", ["result('1')", "time.sleep(60)"], ids=["at its end", "time-out"])
-def test_what_a_command_started_ends_with_it(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "stays"),
+    [("result('1')", ""), ("time.sleep(60)", ""), ("return 1", "Agent")],
+    ids=["at its end", "time-out", "end of the run"],
+)
+def test_what_a_command_started_ends_with_it(tmp_path: Path, end: str, stays: str) -> None:
     pid_file = tmp_path / "pid"
-    play(tmp_path, leaves(pid_file) + end, timeout_s=3.0, on_error="zero")
+    play(tmp_path, leaves(pid_file) + end, stays=stays, timeout_s=3.0, on_error="zero")
     assert gone(pid_file)
 
 
 @pytest.mark.large
-def test_commands_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stays", ["", "Agent"])
+def test_commands_end_with_a_rank_that_is_killed(tmp_path: Path, stays: str) -> None:
     pid_file = tmp_path / "pid"
     program = f"""
 from pathlib import Path
 from tests.unit.test_command import leaves, play
-play(Path({str(tmp_path)!r}), leaves(Path({str(pid_file)!r})) + "time.sleep(300)", timeout_s=300.0)
+rest = leaves(Path({str(pid_file)!r})) + "time.sleep(300)"
+play(Path({str(tmp_path)!r}), rest, stays={stays!r}, timeout_s=300.0)
 """
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -173,6 +291,8 @@ play(Path({str(tmp_path)!r}), leaves(Path({str(pid_file)!r})) + "time.sleep(300)
         ({"command": "python 'x"}, "env.command", "is no command line"),
         ({"command": " "}, "env.command", "there is no program ''"),
         ({"command": "python3 missing.py"}, "env.command", "there is no file missing.py"),
+        ({"command": "python3 missing.py:Agent"}, "env.command", "there is no file missing.py"),
+        ({"command": "nice python3 missing.py:Agent"}, "env.command", "there is no file missing"),
         ({"command": "true", "name": "calculator"}, "env.name", "set together with"),
         ({"command": "true", "path": "a.py:A"}, "env.path", "set together with"),
         ({"command": "true", "args": ("x=1",)}, "env.args", "set together with"),
