@@ -252,14 +252,15 @@ def test_what_codex_sends_is_served(capfd: Any, monkeypatch: pytest.MonkeyPatch)
         {"type": "function", **FUNCTION, "strict": False},
         {"type": "namespace", "name": "agents", "tools": [{"type": "function", **FUNCTION}]},
         {"type": "web_search", "external_web_access": True},
-        {"type": "custom", "name": "apply_patch"},
     ]
+    more = [{"type": "custom", "name": "exec"}, {"type": "function", "name": "wait"}]
 
     async def agent(client: Any) -> Any:
         texts = [("developer", "a"), ("developer", "b"), ("user", "<cwd>"), ("user", "go")]
         items = [{"type": "message", "id": "msg_9", "role": role,
                   "content": [{"type": "input_text", "text": text}]}
                  for role, text in texts]  # fmt: skip
+        items.insert(0, {"type": "additional_tools", "role": "developer", "tools": more})
         rest = {"store": False, "include": ["reasoning.encrypted_content"], "client_metadata": {}}
         rest |= {"parallel_tool_calls": False, "reasoning": {"effort": "low", "summary": "auto"}}
         rest |= {"prompt_cache_key": "k", "text": {"verbosity": "low"}, "tool_choice": "auto"}
@@ -269,7 +270,7 @@ def test_what_codex_sends_is_served(capfd: Any, monkeypatch: pytest.MonkeyPatch)
     played = play(agent)
     asked = played.tokenizer.decode(played.turns[0].tokens_T)
     assert played.value.status_code == 200 and "system\na\n\nb<|im_end|>" in asked
-    assert asked.count("calc") == 1 and "web_search" not in asked
+    assert "<tools>calc</tools><tools>wait</tools>" in asked
     said = capfd.readouterr().err
     assert "sets a tool of type namespace, a tool of type web_search, a tool of type custom" in said
 
@@ -309,6 +310,7 @@ RESPONSES: list[tuple[dict[str, Any], str | None]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice"),
     ({"tools": ["a"]}, "tools"),
+    ({"input": [{"type": "additional_tools", "tools": None}]}, "tools"),
 ]
 
 

@@ -36,6 +36,7 @@ _TAKEN = {
 _DEFAULTS: dict[str, Any] = {"background": False, "truncation": "disabled", "top_logprobs": 0}
 _THOUGHT = "reasoning.encrypted_content"
 _UTF8 = {"errors": "surrogatepass"}  # a model may write half of a character
+_MORE_TOOLS = "additional_tools"
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -57,18 +58,24 @@ def responses_request(body: Mapping[str, Any], memory: Memory) -> Request:
         text = f"text.format = {form!r}: only text is supported, as no grammar forces another"
         raise ApiError(400, text, param="text")
     choice = chosen(body)
-    items = typed(body, "input", str) if isinstance(body.get("input"), str) else body.get("input")
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
+    items = body.get("input") or []
+    items = objects(
+        [{"role": "user", "content": items}] if isinstance(items, str) else items, "input"
+    )
+    given = [*objects(body.get("tools") or [], "tools")]
+    for item in items:  # Codex has some of its tools there
+        if item.get("type") == _MORE_TOOLS:
+            given += objects(item.get("tools"), "tools")
     tools, others = [], []
-    for tool in objects(body.get("tools") or [], "tools"):
+    for tool in given:
         if tool.get("type") == "function":
             names = ("name", "description", "parameters")
             function = {name: tool[name] for name in names if tool.get(name)}
             tools.append({"type": "function", "function": function})
         else:
             others.append(f"a tool of type {tool.get('type')}")
-    messages = list(_conversation(body, objects(items or [], "input")))
+    said = [item for item in items if item.get("type") != _MORE_TOOLS]
+    messages = list(_conversation(body, said))
     if not messages:
         raise ApiError(400, "input must be a text or a list of at least one item", param="input")
     request = sampled_request(body, max_tokens="max_output_tokens", unused=others)
