@@ -31,6 +31,7 @@ class Masked:
         gain: the most that a log-probability rises where masks are dropped.
         most, mean: tokens kept for a token.
         observed: tokens that were not sampled, after a sampled one.
+        preemptions: of requests of the batch.
     """
 
     k3: float
@@ -41,6 +42,7 @@ class Masked:
     most: int
     mean: float
     observed: int
+    preemptions: float
 
 
 def with_ties(folder: Path) -> Path:
@@ -56,8 +58,8 @@ def with_ties(folder: Path) -> Path:
 
 def moved(rollout: Rollout) -> Rollout:
     """The masks of the next sampled token, of the last one its own, with the drawn token added."""
-    mask = rollout.sampling_mask
-    assert mask is not None
+    if (mask := rollout.sampling_mask) is None:
+        return rollout
     sets = np.split(mask.token_ids, np.cumsum(mask.counts_T)[:-1])
     places = np.flatnonzero(rollout.loss_mask_T)
     later = [*places[1:], places[-1]]
@@ -106,4 +108,5 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
             int((each.loss_mask_T[first:] == 0).sum())
             for each, first in zip(rollouts, first_of, strict=True)
         ),
+        preemptions=collected.metrics["engine/preemptions"].value if rollouts else 0.0,
     )

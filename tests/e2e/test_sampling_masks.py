@@ -8,6 +8,7 @@ import pytest
 
 from r3 import assets
 from tests.e2e import mask_cases as cases
+from tests.e2e.capture_cases import SMALL_CACHE_GIB
 from tests.e2e.mask_cases import Masked
 from tests.world import run_world
 
@@ -48,6 +49,24 @@ def test_masks_of_several_turns_leave_observations_alone() -> None:
     )
     assert each.observed > 20
     assert each.k3 <= ROUNDING and each.k3_dropped >= SHOWS
+
+
+def test_preempted_requests_keep_the_masks_of_their_tokens() -> None:
+    (each,) = found(
+        engine={"kv_cache_gib": SMALL_CACHE_GIB, "max_num_seqs": 64},
+        rollout={"prompts_per_step": 16, "group_size": 4},
+    )
+    assert each.preemptions >= 1
+    assert each.k3 <= ROUNDING and each.k3_moved >= SHOWS
+
+
+def test_masks_of_a_bfloat16_engine_leave_its_rounding_alone() -> None:
+    """What is left is as large as with all tokens; masks that are dropped add their mass."""
+    half = {"engine": {"dtype": "bfloat16"}}
+    (each,), (whole,) = found(**half), found(**half, top_k=0, rollout={"top_p": 1.0})
+    assert whole.mean == 1
+    assert each.k3 <= 2 * whole.k3
+    assert each.k3_dropped >= SHOWS + each.k3
 
 
 def test_tokens_as_likely_as_the_last_one_are_kept(tmp_path: Any) -> None:
