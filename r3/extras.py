@@ -11,7 +11,7 @@ one when it is needed, and says when that is.
 | `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
 | `tools.check` | `--check` |
 | `tools.dumps` | `log.rollouts_every`, `log.show_every` |
-| `tools.beside` | every start: header, last line, needs of the machine; users' code |
+| `tools.beside` | every start: warnings, header, last line, needs of the machine; users' code |
 | `tools.beside.terminal` | a terminal as stdout |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
@@ -296,6 +296,13 @@ def help_texts() -> ModuleType:
     from r3.tools import help
 
     return help
+
+
+def notes_on(*given: Any) -> list[str]:
+    """The warnings of a start (r3.tools.beside.notes)."""
+    from r3.tools.beside.notes import notes_on
+
+    return notes_on(*given)
 
 
 def teacher_rules() -> ModuleType:

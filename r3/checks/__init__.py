@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from r3 import extras
-from r3.checks.data import check_data, check_evaluation, overlap
+from r3.checks.data import check_data, check_evaluation
 from r3.checks.functions import (
     check_environment_code,
     check_own_algorithm,
@@ -25,7 +25,6 @@ from r3.checks.model import check_freeze, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.config.check import (
     Findings,
-    algorithm_notes,
     check_algorithm,
     check_batch,
     check_best,
@@ -33,7 +32,6 @@ from r3.config.check import (
     check_objective,
     check_reward_terms,
 )
-from r3.config.effect import Around, doubtful, without_effect
 from r3.config.folder import check_run_folder
 from r3.config.layout import check_layout, check_lengths
 from r3.data.sources import ReadsRows, read_rows
@@ -111,14 +109,7 @@ def examine(
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         found.add("log.tracker", "this package is not installed", fix)
-    around = Around(
-        is_dense=shape is not None and not shape.moe_layers,
-        has_exact_router=shape is not None and shape.engine_router_fp32,
-    )
-    notes = switch_notes() + without_effect(config, given, around) + doubtful(config, around)
-    notes += algorithm_notes(config) if config.trains else []
-    notes += overlap(training, heldout)
-    notes += of_adapter
+    notes = switch_notes() + extras.notes_on(config, given, shape, training, heldout) + of_adapter
     return Report(tuple(found.problems), tuple(dict.fromkeys(notes)), shape, read)
 
 

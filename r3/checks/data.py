@@ -5,7 +5,6 @@ Sources that must be downloaded or generated are read when the run starts.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
@@ -114,22 +113,6 @@ def _faults_of_every_row(bad: Sequence[RowProblem]) -> list[tuple[RowProblem, in
     counts = Counter((problem.column, problem.rule) for problem in bad)
     first = {(problem.column, problem.rule): problem for problem in reversed(bad)}
     return [(first[fault], lines) for fault, count in counts.items() if count == lines > 1]
-
-
-def overlap(train: list[Row], heldout: list[Row]) -> list[str]:
-    """A warning if held-out questions are trained on."""
-    row_of = {json.dumps(row.messages, default=str): row for row in train}
-    shared = [
-        (row, row_of[text])
-        for row in heldout
-        if (text := json.dumps(row.messages, default=str)) in row_of
-    ]
-    if not shared:
-        return []
-    here, there = shared[0]
-    count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
-    same = f"{here.file}:{here.line} is {there.file}:{there.line}"
-    return [f"{count}, so the evaluation is too optimistic: {same}"]
 
 
 def check_evaluation(

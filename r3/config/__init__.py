@@ -6,7 +6,6 @@ Imports nothing heavy.
 """
 
 from r3.config.arguments import argument_value, keyword_arguments
-from r3.config.effect import Around, conditions, doubtful, without_effect
 from r3.config.fields import (
     HIDDEN,
     Setting,

@@ -52,7 +52,7 @@ class Setting:
         unless: whether it does after all, given the config the run was started with; and in words.
         path: it names files: `~` and variables of the environment are filled in.
         none: the word none has a meaning of its own; for other texts it is the empty text.
-        needs: what must hold that it has an effect (`r3.config.effect`); "" as its section.
+        needs: what must hold that it has an effect (`r3.tools.beside.notes`); "" as its section.
         arguments: key=value items, keyword arguments of a user's code (`r3.config.arguments`).
     """
 

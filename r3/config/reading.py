@@ -24,77 +24,6 @@ from r3.config.settings import SETTINGS, Config, fixed_changes, with_values
 from r3.errors import ConfigError, Problem
 
 _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
-# Settings and their names in TRL and verl, where they differ.
-_OF_OTHERS = """
-algo.advantage adv_estimator register_adv_est norm_adv_by_std_in_grpo scale_rewards
-algo.aggregation loss_agg_mode loss_type
-algo.clip_dual clip_ratio_c delta
-algo.clip_high clip_ratio_high epsilon_high
-algo.clip_low clip_ratio_low epsilon
-algo.correction rollout_is bypass_mode vllm_importance_sampling_mode
-algo.correction_high rollout_is_threshold vllm_importance_sampling_cap
-algo.dynamic_sampling filter_groups
-algo.entropy_coef entropy_coeff
-algo.kl_coef beta kl_loss_coef
-algo.kl_estimator kl_loss_type
-algo.kl_in use_kl_loss use_kl_in_reward
-algo.loss loss_mode register_policy_loss importance_sampling_level
-algo.overlong_filter mask_truncated_completions
-algo.teacher teacher_model_name_or_path
-checkpoint.best_is greater_is_better
-checkpoint.every save_freq save_steps
-checkpoint.export_every save_contents hf_model
-checkpoint.keep max_actor_ckpt_to_keep save_total_limit
-checkpoint.keep_best save_strategy metric_for_best_model load_best_model_at_end
-data.answer_key ground_truth
-data.max_prompt_tokens max_prompt_length
-data.on_too_long filter_overlong_prompts
-data.path train_files train_dataset
-engine.max_model_len vllm_max_model_length
-engine.memory_fraction gpu_memory_utilization vllm_gpu_memory_utilization
-engine.sleep_level vllm_enable_sleep_mode
-eval.every test_freq eval_steps
-eval.path val_files eval_dataset
-eval.samples num_generations_eval
-log.dir default_local_dir resume_mode resume_from_checkpoint output_dir
-log.project project_name
-log.rollouts_every rollout_data_dir
-log.show_every log_completions
-log.tracker logger report_to
-lora.alpha lora_alpha
-lora.rank lora_rank peft_config r
-lora.rslora use_rslora
-lora.start lora_adapter_path
-lora.targets target_modules
-model.dtype bf16
-model.fp32_head cast_lm_head_to_fp32
-model.recompute gradient_checkpointing
-parallel.cp context_parallel_size
-parallel.engine_tp vllm_tensor_parallel_size
-parallel.ep expert_model_parallel_size
-parallel.etp expert_tensor_parallel_size
-parallel.pp pipeline_model_parallel_size
-parallel.tp tensor_model_parallel_size
-parallel.vpp virtual_pipeline_model_parallel_size
-replay.mode enable_rollout_routing_replay
-reward.function reward_funcs
-reward.weights reward_weights
-rollout.group_size n num_generations
-rollout.max_response_tokens max_response_length max_completion_length
-rollout.prompts_per_step train_batch_size per_device_train_batch_size generation_batch_size
-train.beta1 adam_beta1
-train.beta2 adam_beta2
-train.clip_grad max_grad_norm
-train.epochs_per_step ppo_epochs num_iterations
-train.lr learning_rate
-train.lr_schedule lr_decay_style lr_scheduler_type
-train.micro_batch_tokens use_dynamic_bsz ppo_max_token_len_per_gpu packing max_length
-train.objective sft_trainer
-train.patience EarlyStoppingCallback early_stopping_patience
-train.steps total_training_steps num_train_epochs max_steps
-train.updates_per_step ppo_mini_batch_size steps_per_generation
-train.warmup_updates lr_warmup_steps warmup_steps
-"""
 
 
 def read_values(
@@ -234,7 +163,9 @@ def nearest_settings(name: str) -> str:
     if last.startswith("no_") and switched in SETTINGS and SETTINGS[switched].kind is bool:
         return f"write --{switched} False"
     lasts = dict.fromkeys(full.partition(".")[2] for full in SETTINGS)
-    for ours, *theirs in map(str.split, _OF_OTHERS.strip().splitlines()):
+    # Settings and their names in TRL and verl, where they differ.
+    others = Path(__file__).with_name("names_of_others.txt").read_text().splitlines()
+    for ours, *theirs in map(str.split, others):
         if last in theirs and last not in lasts:
             return f"did you mean {ours}?"
     near = difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)

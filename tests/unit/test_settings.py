@@ -11,13 +11,11 @@ import yaml
 from r3.checks import problems
 from r3.config import (
     SETTINGS,
-    Around,
     Config,
     ConfigError,
     Problem,
     Setting,
     argument_value,
-    conditions,
     fixed_changes,
     from_yaml,
     help_of,
@@ -32,6 +30,7 @@ from r3.config import (
     with_values,
 )
 from r3.configs import PRESETS
+from r3.tools.beside.notes import conditions
 from tests.errors import Patch
 from tests.settings import TINY
 
@@ -335,7 +334,7 @@ def test_every_field_says_whether_it_may_change_on_resume() -> None:
 
 def test_what_a_setting_needs_is_a_setting_or_a_condition() -> None:
     """A word that is neither would raise an error when somebody sets the setting."""
-    met = conditions(Config(), Around())
+    met = conditions(Config(), None)
     words = [(name, word) for name, each in SETTINGS.items() for word in each.needs.split()]
     assert len(words) > 150
     unknown = [each for each in words if each[1].partition("=")[0] not in {*SETTINGS, *met}]

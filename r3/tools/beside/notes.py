@@ -1,4 +1,5 @@
-"""Settings without effect, which follow from `needs` at their fields, and doubtful combinations.
+"""Warnings of a start: settings without effect, which follow from `needs` at their fields, settings
+that are seldom meant, and held-out questions that are trained on.
 
 A word of `needs` is one of:
 
@@ -9,34 +10,44 @@ A word of `needs` is one of:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from r3.config.fields import as_typed, shown
 from r3.config.settings import SETTINGS, Config, flatten
 from r3.config.train import LOSSES
+from r3.data.rows import Row
+from r3.models.shape import ModelShape
 
 _UNTIMED_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none", "self_judge"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """What settings alone do not say: facts of the model, if it can be read."""
-
-    is_dense: bool = False
-    has_exact_router: bool = False  # the engine computes router logits in float32
-
-
-def without_effect(config: Config, given: Collection[str] | None, around: Around) -> list[str]:
-    """A warning per setting that others make ineffective, with the reason.
+def notes_on(
+    config: Config,
+    given: Collection[str] | None,
+    shape: ModelShape | None,
+    train: Sequence[Row],
+    heldout: Sequence[Row],
+) -> list[str]:
+    """Every warning, each once.
 
     Args:
-        config: the settings.
-        given: settings that the user named; None: all. A preset's own settings are not warned of.
-        around: facts beside the settings.
+        given: settings that the user named; None: all. A preset's own settings without effect are
+            not warned of.
+        shape: of the model, if it can be read.
+        train, heldout: rows of training and of the held-out sets, as far as they are here.
     """
-    values, unmet = flatten(config), conditions(config, around)
+    notes = without_effect(config, given, shape) + doubtful(config, shape)
+    notes += algorithm_notes(config) if config.trains else []
+    return list(dict.fromkeys(notes + overlap(train, heldout)))
+
+
+def without_effect(
+    config: Config, given: Collection[str] | None, shape: ModelShape | None
+) -> list[str]:
+    """A warning per setting that others make ineffective, with the reason."""
+    values, unmet = flatten(config), conditions(config, shape)
     notes = []
     for name, declared in SETTINGS.items():
         if values[name] == declared.default or (given is not None and name not in given):
@@ -61,7 +72,7 @@ def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
     return "" if holds else f"{name} is {shown(value)}"
 
 
-def conditions(config: Config, around: Around) -> dict[str, str]:
+def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
     """Every condition with the reason why it does not hold; "" where it does."""
     algo, train, env = config.algo, config.train, config.env
     is_sft, is_distill = config.learns_rows, config.distils
@@ -77,7 +88,7 @@ def conditions(config: Config, around: Around) -> dict[str, str]:
     training = "" if config.trains else "eval.only trains nothing"
     rollouts = training or ("train.objective is sft" if is_sft else "")
     sampling = "" if config.uses_engine else nothing
-    dense = "the model is dense" if around.is_dense else ""
+    dense = "the model is dense" if _is_dense(shape) else ""
     replay = rollouts or dense or ("replay.mode is off" if mode == "off" else "")
     fails = {
         "turns": (
@@ -99,7 +110,7 @@ def conditions(config: Config, around: Around) -> dict[str, str]:
             "only workflows reward calls, and the environment is none",
         ),
         "rounded_router": (
-            config.engine.dtype == "float32" or around.has_exact_router,
+            config.engine.dtype == "float32" or (shape is not None and shape.engine_router_fp32),
             "the engine's router logits are float32",
         ),
         "rounding": (
@@ -146,7 +157,7 @@ def conditions(config: Config, around: Around) -> dict[str, str]:
     }
 
 
-def doubtful(config: Config, around: Around) -> list[str]:
+def doubtful(config: Config, shape: ModelShape | None) -> list[str]:
     """Settings that work but are seldom meant."""
     model, engine, train, algo = config.model, config.engine, config.train, config.algo
     rollout, notes = config.rollout, list[str]()
@@ -163,10 +174,10 @@ def doubtful(config: Config, around: Around) -> list[str]:
                 "corrects their tokens: use --algo.correction token_tis, another correction, or "
                 "--algo.loss minirl"
             )
-    if around.is_dense and config.replays:
+    if _is_dense(shape) and config.replays:
         mode = config.replay.mode
         notes.append(f"replay.mode = {mode!r} has no effect: the model is dense, without routers")
-    if around.is_dense and model.recompute == "moe":
+    if _is_dense(shape) and model.recompute == "moe":
         notes.append(
             "model.recompute = 'moe' has no effect: the model is dense. Use full to recompute "
             "every layer"
@@ -177,3 +188,69 @@ def doubtful(config: Config, around: Around) -> list[str]:
             "This dominates the mismatch, and replay cannot remove it. Use one dtype for both"
         )
     return notes
+
+
+def algorithm_notes(config: Config) -> list[str]:
+    """Settings that work and are seldom meant."""
+    algo, notes = config.algo, []
+    if algo.loss == "gspo" and max(algo.clip_low, algo.clip_high) > 0.05:
+        notes.append(
+            f"algo.clip_low = {algo.clip_low} and clip_high = {algo.clip_high} never clip with "
+            "gspo: ratios of whole responses stay near 1. The paper uses 3e-4 and 4e-4"
+        )
+    if algo.loss == "gspo" and algo.aggregation != "sequence":
+        notes.append(
+            f"algo.aggregation = {algo.aggregation!r} weights the responses of gspo by length. The "
+            "paper uses sequence"
+        )
+    if algo.loss == "cispo" and algo.clip_high < 1:
+        notes.append(
+            f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
+            f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
+        )
+    several = config.train.updates_of_step > 1 and not config.learns_rows
+    if algo.loss == "pg" and several:
+        notes.append(
+            "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"
+        )
+    if algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1":
+        notes.append(
+            "algo.kl_estimator = 'k1' in the loss has no gradient on average: use k2 or k3"
+        )
+    if algo.dynamic_sampling and algo.teacher and config.train.objective == "rl":
+        notes.append(
+            f"algo.dynamic_sampling = {algo.dynamic_sampling} leaves out no group for its rewards: "
+            "algo.teacher teaches groups with equal rewards too"
+        )
+    if algo.takes_kl_from_reward and config.replays and not config.replay.reference:
+        notes.append(
+            "replay.reference is false: the reference policy routes for itself, and the KL that "
+            "is subtracted from rewards is not 0 where both policies are equal. Use "
+            "--replay.reference true"
+        )
+    if algo.takes_kl_from_reward and algo.kl_estimator != "k1":
+        notes.append(
+            f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is "
+            "the unbiased one"
+        )
+    return notes
+
+
+def overlap(train: Sequence[Row], heldout: Sequence[Row]) -> list[str]:
+    """A warning if held-out questions are trained on."""
+    row_of = {json.dumps(row.messages, default=str): row for row in train}
+    shared = [
+        (row, row_of[text])
+        for row in heldout
+        if (text := json.dumps(row.messages, default=str)) in row_of
+    ]
+    if not shared:
+        return []
+    here, there = shared[0]
+    count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
+    same = f"{here.file}:{here.line} is {there.file}:{there.line}"
+    return [f"{count}, so the evaluation is too optimistic: {same}"]
+
+
+def _is_dense(shape: ModelShape | None) -> bool:
+    return shape is not None and not shape.moe_layers
