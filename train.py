@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from r3 import extras
 from r3.cli import parse as cli
 from r3.metrics.console import stage
-from r3.run.result import says_finished
 from r3.runtime.process import importing
 from r3.runtime.terminal import own_streams
 
@@ -28,7 +28,6 @@ def train(run: Session) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
     import torch
 
-    from r3 import extras
     from r3.algo.advantage import advantages_of, less_kl
     from r3.algo.packing import with_advantages
     from r3.policy.objective import policy_loss
@@ -124,7 +123,7 @@ def main() -> None:
     own_streams()
     with cli.interruptible():
         invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
-        if says_finished(invocation):
+        if extras.says_finished(invocation):
             return
         with stage("importing torch"), importing():
             from r3.run.prepare import prepare, refusing

@@ -41,7 +41,6 @@ from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
-from r3.run.digests import changed_since, of_model, read_digests
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import DamageError, read_manifest
 from r3.run.open import require_whole, settings_of
@@ -50,6 +49,7 @@ from r3.run.session import init_rank
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
+from r3.tools.beside.digests import changed_since, of_model, read_digests
 
 
 @dataclass(frozen=True, kw_only=True)

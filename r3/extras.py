@@ -12,9 +12,11 @@ one when it is needed, and says when that is.
 | `tools.check` | `--check` |
 | `tools.dumps` | `log.rollouts_every`, `log.show_every` |
 | `tools.beside` | every start: warnings, header, last line, needs of the machine; users' code |
+| `tools.beside.digests` | every start: what changed since the run was started |
+| `tools.beside.processes` | worker processes for users' code, and for math |
 | `tools.beside.terminal` | a terminal as stdout |
 | `tools.beside.step_trace` | `debug.profile` |
-| `tools.beside.watcher` | every start: reports of stalls (`debug.stall_s`), ends (`kill_after_s`) |
+| `tools.beside.watchdog` | every start: stalls are reported (`debug.stall_s`) or end it |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.download` | `hub:` in the place of a model's folder |
@@ -425,11 +427,11 @@ def header(*given: Any) -> list[str]:
     return header(*given)
 
 
-def result(config: Config, run_dir: Any, step: int) -> str:
-    """What a run came to, in one line (r3.tools.beside.result)."""
-    from r3.tools.beside.result import result
+def says_finished(invocation: Any) -> bool:
+    """Whether all steps of a run are made; rank 0 says so (r3.tools.beside.result)."""
+    from r3.tools.beside.result import says_finished
 
-    return result(config, run_dir, step)
+    return says_finished(invocation)
 
 
 def closing(*given: Any) -> str:
@@ -448,9 +450,29 @@ def step_trace(folder: Any, step: int, rank: int) -> Any:
     return StepTrace(folder, step=step, rank=rank)
 
 
-def watcher_program(root: str, words: Sequence[str]) -> str:
-    """The program of the process that watches a rank (r3.tools.beside.watcher)."""
-    return (
-        f"import sys; sys.path.insert(0, {root!r}); "
-        f"from r3.tools.beside.watcher import main; main({[*words]})"
-    )
+def watchdog() -> type[Any]:
+    """The class that has a rank watched (r3.tools.beside.watchdog)."""
+    from r3.tools.beside.watchdog import Watchdog
+
+    return Watchdog
+
+
+def exhausted(error: BaseException, where: str) -> list[str]:
+    """The lines about a machine without memory or files (r3.tools.beside.failures)."""
+    from r3.tools.beside.failures import exhausted
+
+    return exhausted(error, where)
+
+
+def digests() -> ModuleType:
+    """Digests of data and models that a resumed run is compared by: r3.tools.beside.digests."""
+    from r3.tools.beside import digests
+
+    return digests
+
+
+def processes(count: int, *, preload: Sequence[str] = ()) -> Any:
+    """Worker processes for users' code (r3.tools.beside.processes)."""
+    from r3.tools.beside.processes import Processes
+
+    return Processes(count, preload=preload)

@@ -12,6 +12,7 @@ from typing import get_args
 from r3.checks.functions import (
     check_environment_file,
     check_environment_rewards,
+    check_gym,
     check_reward_function,
 )
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
@@ -62,22 +63,8 @@ def check_data(
             "prompts"
         )
         found.add("data.path", rule, "give more rows, or lower rollout.prompts_per_step")
-    _check_gym(config, found, training, sets)
+    check_gym(config, found, training, sets)
     return train, heldout
-
-
-def _check_gym(
-    config: Config, found: Findings, training: Sequence[str], sets: Sequence[EvalSet]
-) -> None:
-    """The reward gym scores tasks of reasoning-gym and nothing else."""
-    scored = [("reward.function", config.reward.function, training)]
-    scored += [("eval.function", each.functions(config.reward), (each.path,)) for each in sets]
-    for name, used, paths in scored:
-        others = [path for path in paths if not path.startswith("gym:")]
-        if "gym" in used and others:
-            rule = f"gym scores only tasks of reasoning-gym, and {others[0]} is none"
-            fix = "use another function, or paths such as gym:chain_sum"
-            found.add(name, rule, fix, value="gym")
 
 
 def _check_rows(

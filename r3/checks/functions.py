@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from r3 import extras
-from r3.config import Config, ConfigError, EnvConfig, Problem, RewardConfig, with_values
+from r3.config import Config, ConfigError, EnvConfig, EvalSet, Problem, RewardConfig, with_values
 from r3.config.arguments import ENVIRONMENT, JUDGES
 from r3.config.check import Findings
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
@@ -144,6 +144,20 @@ def check_environment_rewards(
     if {"env", "none"}.intersection(functions) and not env.may_reward:
         fix = "use a reward function, or an environment that gives rewards"
         found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
+
+
+def check_gym(
+    config: Config, found: Findings, training: Sequence[str], sets: Sequence[EvalSet]
+) -> None:
+    """The reward gym scores tasks of reasoning-gym and nothing else."""
+    scored = [("reward.function", config.reward.function, training)]
+    scored += [("eval.function", each.functions(config.reward), (each.path,)) for each in sets]
+    for name, used, paths in scored:
+        others = [path for path in paths if not path.startswith("gym:")]
+        if "gym" in used and others:
+            rule = f"gym scores only tasks of reasoning-gym, and {others[0]} is none"
+            fix = "use another function, or paths such as gym:chain_sum"
+            found.add(name, rule, fix, value="gym")
 
 
 def check_reward_function(reward: str, found: Findings, name: str) -> None:

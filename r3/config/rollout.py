@@ -58,6 +58,11 @@ class DataConfig:
     """Drop and count rows that equal an earlier row in conversation, answer and every column that
     a reward may read; functions of your own may read all."""
 
+    @property
+    def has_one_source(self) -> bool:
+        """Whether all rows come from one source."""
+        return len(self.path) == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:

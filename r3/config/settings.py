@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from r3.config.arguments import names_of
@@ -128,6 +129,13 @@ class Config:
         specs = (self.env.path, *self.reward.function, *self.reward.row_functions)
         specs += (*self.algo.own_functions.values(), *self.eval.env, *self.eval.function)
         return tuple(dict.fromkeys(spec for spec in specs if ":" in spec))
+
+    @property
+    def users_files(self) -> list[str]:
+        """Files of the user that are there: of functions, classes, programs and prompts."""
+        files = [spec.rpartition(":")[0] for spec in self.users_code]
+        files += [self.reward.prompt_file, *self.env.command.split()]
+        return [file for file in dict.fromkeys(files) if Path(file).is_file()]
 
     @property
     def named_rewards(self) -> tuple[tuple[str, str], ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from r3 import extras
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
@@ -19,7 +20,7 @@ from r3.envs.find import find, is_workflow
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.types import Message, Prompt
 from r3.user_code.calls import Failure, StateError
-from r3.user_code.workers import Done, Here, InLane, Lane, Place, Pool, Processes, Threads
+from r3.user_code.workers import Done, Here, InLane, Lane, Place, Pool, Threads
 
 _CLOSE_POLL_S = 0.2
 
@@ -80,7 +81,8 @@ class Environments:
             self._call = call_async
         place: Place
         if settings.workers:
-            place = Processes(settings.workers, preload=[settings.path] if settings.path else [])
+            preload = [settings.path] if settings.path else []
+            place = extras.processes(settings.workers, preload=preload)
         else:
             place = Threads() if settings.path else Here()
         self._pool = Pool(place, timeout_s=settings.timeout_s, retries=settings.retries)

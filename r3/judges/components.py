@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from r3 import extras
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.errors import ConfigError
 from r3.rewards.scorer import Component, here
-from r3.user_code.workers import Pool, Processes, Threads
+from r3.user_code.workers import Pool, Threads
 
 
 def component(
@@ -54,5 +55,5 @@ def component(
         fix = "pip install 'math-verify==0.9.0' (the extra math of pyproject.toml)"
         rule = f"math-verify cannot be imported: {error}"
         raise ConfigError.of("reward.function", spec, rule, fix) from None
-    workers = Processes(max(1, settings.workers), preload=[f"{verifier.__file__}:equal"])
+    workers = extras.processes(max(1, settings.workers), preload=[f"{verifier.__file__}:equal"])
     return Component(name=name, function=verifier.equal, pool=new_pool(workers))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from r3 import extras
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, ConfigError, Problem, flatten
 from r3.launch.ranks import FINISHED, SIGNALS
@@ -99,7 +100,6 @@ def train(
         KeyboardInterrupt: after Ctrl-C, when the ranks have ended: after their step, with a
             checkpoint from which the same call resumes; at once after a second Ctrl-C.
     """
-    from r3.run.result import says_finished
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rule = "torchrun has started this process, and `train` starts ranks of its own"
@@ -108,7 +108,7 @@ def train(
     if ranks < 1:
         raise ConfigError.of("ranks", ranks, "must be at least 1", "leave it out")
     invocation = from_python(start, _named(settings or {}), world_size=ranks)
-    if not says_finished(invocation):
+    if not extras.says_finished(invocation):
         _run(invocation)
     return _result(invocation.config)
 

@@ -34,7 +34,7 @@ from r3.runtime.terminal import say
 from r3.types import Message, Prompt, Rollout
 from r3.user_code.calls import CallError, Failure
 from r3.user_code.loading import UserFunction
-from r3.user_code.workers import Here, Place, Pool, Processes, Threads
+from r3.user_code.workers import Here, Place, Pool, Threads
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 
@@ -439,7 +439,9 @@ def _before_response(rollout: Rollout, prompt: Prompt) -> Prompt:
 def _own_component(name: str, spec: str, settings: RewardConfig, loaded: UserFunction) -> Component:
     """The component of a user's function: in threads, or in processes with `reward.workers`."""
     own = Own(spec if settings.workers else loaded.function, loaded.arguments, loaded.is_of_group)
-    place: Place = Processes(settings.workers, preload=[spec]) if settings.workers else Threads()
+    place: Place = Threads()
+    if settings.workers:
+        place = extras.processes(settings.workers, preload=[spec])
     is_awaited = inspect.iscoroutinefunction(loaded.function) and not settings.workers
     return Component(
         name=name,

@@ -1,4 +1,4 @@
-"""One run: its start, its folder, its checkpoints, its watchdog."""
+"""One run: its start, its folder, its checkpoints."""
 
 from r3 import names_of
 
@@ -6,7 +6,6 @@ __getattr__ = names_of(
     __name__,
     checkpoint="CheckpointFiles KEYS PIECE UnsoundError gathered_state load",
     checkpointer="Checkpointer Copy SaveError",
-    digests="digests_of",
     due="Saver export_last is_checkpoint_due",
     ends="FailureReport REQUEUE StopRequest StoppedEarly failure_text resume_command",
     folder=(
@@ -16,8 +15,7 @@ __getattr__ = names_of(
     lock="hold require_free",
     manifest="damage_of measure measure_durably read_manifest write_manifest",
     open="Opened ResumeError newest_whole open_run",
-    result="FINISHED Goal best_step says_finished",
+    result="Goal best_step",
     session="Phases RankError Session build_run require_one_start",
     state="RunState",
-    watchdog="ENDS_RANK Watchdog",
 )

@@ -5,18 +5,15 @@ A failed run prints one block from one rank; full tracebacks are in files.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import resource
 import signal
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType
 
-import torch
-
+from r3 import extras
 from r3.errors import EXPLAINED
 from r3.run.checkpointer import SaveError
 from r3.run.folder import RunDir, step_folders, write_text
@@ -80,13 +77,6 @@ class StopRequest:
         self._name = signal.Signals(number).name
 
 
-# What torch and its libraries say when the system gives no memory.
-_NO_HOST_MEMORY = (
-    "can't allocate memory",
-    "could not create a primitive",
-    "could not create a memory object",
-    "Cannot allocate memory",
-)
 _SHOWN_FRAMES = 3
 _OF_A_RANK = re.compile(r"rank \d+: ")
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
@@ -166,26 +156,8 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
     where = "" if _OF_A_RANK.match(str(error)) else f" on rank {rank}"
     if isinstance(error, (*EXPLAINED, FloatingPointError, SaveError)):
         lines = [f"{type(error).__name__}{where}: {error}"]
-    elif any(sign in str(error) for sign in _NO_HOST_MEMORY) or isinstance(error, MemoryError):
-        said = str(error).splitlines() or ["MemoryError"]
-        lines = [
-            f"out of host memory{where}: {said[0]}",
-            "  The system or the container has a limit (ulimit -v, cgroup) or no more. Raise it,",
-            "  start fewer ranks, or lower train.micro_batch_tokens or engine.kv_cache_gib.",
-        ]
-    elif isinstance(error, OSError) and error.errno == errno.EMFILE:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        lines = [
-            f"too many open files{where}: {error}",
-            f"  The limit is {most} (ulimit -n), and R3 has raised it as far as it may. Raise the",
-            "  hard limit, or lower env.workers, reward.workers or the connections of your code.",
-        ]
-    elif isinstance(error, torch.OutOfMemoryError):
-        lines = [
-            f"out of memory{where}: {str(error).splitlines()[0]}",
-            "  Lower train.micro_batch_tokens, engine.memory_fraction or engine.kv_cache_gib, or",
-            "  set model.recompute full. --dry-run prints the memory of each phase.",
-        ]
+    elif found := extras.exhausted(error, where):
+        lines = found
     else:
         frames = traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:]
         lines = [f"{type(error).__name__}{where}: {error}"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from r3 import extras
 from r3.cli.base_config import OVERRIDES
 from r3.config import (
     ANOTHER_FOLDER,
@@ -30,7 +31,6 @@ from r3.config import (
 )
 from r3.errors import Fault
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.digests import Digests, require_same_digests
 from r3.run.folder import (
     RunDir,
     read_metrics,
@@ -41,7 +41,7 @@ from r3.run.folder import (
 )
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import damage_of, run_id_of, summary
-from r3.run.state import RunState
+from r3.run.state import Digests, RunState
 
 if TYPE_CHECKING:
     from r3.runtime.mesh import Axis
@@ -81,7 +81,7 @@ def open_run(
     *,
     writes: bool,
     overrides: str = "",
-    sources: Callable[[], Digests] | None = None,
+    digests: Callable[[], Digests] | None = None,
 ) -> Opened:
     """Look at the run's folder and make it ready to start or to resume.
 
@@ -94,7 +94,7 @@ def open_run(
         config: settings of the run, for config.yaml.
         writes: whether this rank changes files.
         overrides: differences from the base, for overrides.yaml; "" writes no such file.
-        sources: returns what shapes the run beside its settings; None compares nothing.
+        digests: returns what shapes the run beside its settings; None compares nothing.
 
     Raises:
         ConfigError: a setting, rows, tokenizer, template or a model changed that may not, the
@@ -107,7 +107,7 @@ def open_run(
         if lock is not None:
             on_failure.callback(lock.release)
         try:
-            opened = _open(run_dir, config, sources, writes=writes, overrides=overrides)
+            opened = _open(run_dir, config, digests, writes=writes, overrides=overrides)
         except OSError as error:  # a full disk
             raise unusable(run_dir.path, error) from None
         on_failure.pop_all()
@@ -117,7 +117,7 @@ def open_run(
 def _open(
     run_dir: RunDir,
     config: Config,
-    sources: Callable[[], Digests] | None,
+    digests: Callable[[], Digests] | None,
     *,
     writes: bool,
     overrides: str,
@@ -130,21 +130,22 @@ def _open(
         _clear(run_dir)
         reached = int(rows[-1]["step"]) if rows else 0
         state, notes = _register(run_dir, [folder for _, folder in saved], step, reached)
-    digests = None
+    current = None
     if checkpoint is not None:
         _require_same_settings(run_dir, config, step)
         notes.insert(0, resume_note(checkpoint, step))
-        if sources is not None:
-            digests = sources()
-            notes += require_same_digests(run_dir, digests, config, refuse=config.trains)
+        if digests is not None:
+            current = digests()
+            compare = extras.digests().require_same_digests
+            notes += compare(run_dir, current, config, refuse=config.trains)
     if writes:
         notes += drop_after(run_dir, step) if checkpoint else _set_aside(run_dir, rows)
         once = with_values(config, {"checkpoint.allow_changed": ()})  # it holds for one start
         write_text(run_dir.config, to_yaml(once))
         if overrides:
             write_text(run_dir.path / OVERRIDES, overrides)
-        if state is not None and sources is not None:
-            state = replace(state, digests=digests or sources())
+        if state is not None and digests is not None:
+            state = replace(state, digests=current or digests())
             state.write(run_dir.path)
             (run_dir.path / "sources.json").unlink(missing_ok=True)  # where digests were before
     return Opened(checkpoint=checkpoint, step=step, notes=tuple(notes), state=state)

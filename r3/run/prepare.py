@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from r3 import extras
 from r3.cli.parse import Invocation
@@ -21,11 +22,9 @@ from r3.metrics.console import stage
 from r3.models.files import AbsentWeightsError, weight_files
 from r3.models.hf_checkpoint import read_small_files, with_end_tokens
 from r3.rollout.task import Task, read_task
-from r3.run.digests import digests_of
 from r3.run.folder import RunDir
 from r3.run.lock import require_free
 from r3.run.open import Opened, open_run
-from r3.run.watchdog import Watchdog
 from r3.runtime.device import prepare_environment
 from r3.runtime.process import (
     die_with_launcher,
@@ -50,7 +49,7 @@ class Prepared:
     opened: Opened
     began: float  # time.perf_counter()
     small_files: Mapping[str, bytes]  # of the starting model, for exports; on rank 0
-    watchdog: Watchdog  # watches until this process ends, or it is closed
+    watchdog: Any  # watches until this process ends, or it is closed
 
 
 @contextmanager
@@ -82,7 +81,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     machine.require_place(config, launched=not check)
     run_dir = RunDir.of(config)
     limit_s = 2 * config.debug.kill_after_s
-    watchdog = Watchdog(
+    watchdog = extras.watchdog()(
         int(os.environ.get("RANK", "0")),
         int(os.environ.get("WORLD_SIZE", "1")),
         stall_s=config.debug.stall_s,
@@ -113,7 +112,9 @@ def prepare(invocation: Invocation) -> Prepared | None:
             config,
             writes=writes,
             overrides=invocation.overrides,
-            sources=partial(digests_of, config, task, small_files) if compares else None,
+            digests=partial(extras.digests().digests_of, config, task, small_files)
+            if compares
+            else None,
         )
         if opened.lock is not None:
             undo.callback(opened.lock.release)

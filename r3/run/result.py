@@ -3,24 +3,17 @@ its last step has ended it.
 
 All follow from the rows of metrics, which a resumed run keeps. Each checkpoint holds the values of
 evaluations too: without them, a run whose metrics.jsonl was lost would delete its best checkpoint.
-Nothing heavy is imported: that a run is finished is said quickly.
+Nothing heavy is imported.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from r3 import extras
-from r3.cli.parse import Invocation
-from r3.config import ANOTHER_FOLDER, flatten
-from r3.run.folder import RunDir, read_metrics, step_folders
-from r3.runtime.process import is_leader
-from r3.runtime.terminal import say
+from r3.run.folder import RunDir, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,44 +70,6 @@ class Goal:
 def best_step(values: Mapping[int, float]) -> int | None:
     """The step with the highest value, the first of equal ones; None without any."""
     return max(sorted(values), key=values.__getitem__, default=None)
-
-
-FINISHED = 76  # exit code of the check before a launch: there is nothing to launch
-
-
-def says_finished(invocation: Invocation) -> bool:
-    """Whether all steps are made, and the model is exported if it is to be; rank 0 says so.
-
-    The check before a launch ends here then. A check that the user asked for is made all the same.
-    """
-    config, run_dir = invocation.config, RunDir.of(invocation.config)
-    is_launched = invocation.check and "R3_RESUME" in os.environ
-    if not config.trains or (invocation.check and not is_launched):
-        return False
-    saved = step_folders(run_dir.checkpoints)
-    step = saved[-1][0] if saved else 0
-    goal = Goal.of(flatten(config))
-    try:
-        rows = rows_of(run_dir)
-        # Rows after the checkpoint are made again.
-        has_ended = goal.end(goal.values(row for row in rows if row["step"] <= step))
-        # Fewer steps than the newest checkpoint has are refused later.
-        if not saved or not (step == config.train.steps or has_ended):
-            return False
-        if config.checkpoint.exports_after(step, is_last=True) and not run_dir.hf(step).exists():
-            return False
-        text = extras.result(config, run_dir, step)
-    except ValueError:  # rows that cannot be read: `open_run` names them
-        return False
-    if is_leader():
-        more = "--train.patience" if step < config.train.steps else "--train.steps"
-        say(
-            f"{run_dir.path} is finished: {text}. "
-            f"Set a larger {more} to continue, or {ANOTHER_FOLDER} for a new run."
-        )
-    if is_launched:
-        sys.exit(FINISHED)
-    return True
 
 
 def rows_of(run_dir: RunDir) -> list[dict[str, float]]:

@@ -23,13 +23,11 @@ from r3.policy import Policy
 from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.checkpointer import Checkpointer
-from r3.run.digests import users_files
 from r3.run.ends import REQUEUE, FailureReport, StoppedEarly, StopRequest, resume_command
 from r3.run.folder import RunDir, write_text
 from r3.run.lock import RunLock
 from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.prepare import Prepared
-from r3.run.watchdog import Watchdog
 from r3.runtime.device import Device, init_device, leave, seed_everything, settle
 from r3.runtime.mesh import Axis, Mesh, build_mesh
 from r3.runtime.process import is_leader
@@ -47,9 +45,7 @@ class Phases:
         lock: of the run's folder; its holder ends if another folder has taken the place.
     """
 
-    def __init__(
-        self, watchdog: Watchdog | None, files: Sequence[str], lock: RunLock | None = None
-    ) -> None:
+    def __init__(self, watchdog: Any, files: Sequence[str], lock: RunLock | None = None) -> None:
         self._lock = lock
         self._watchdog, self._who = watchdog, f"your code ({', '.join(files)})" if files else ""
         self._surroundings: Any = None
@@ -178,7 +174,7 @@ def build_run(
     writes: bool = False,
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
-    watchdog: Watchdog | None = None,
+    watchdog: Any = None,
     tracker: Writer | None = None,
     small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Session:
@@ -209,7 +205,7 @@ def build_run(
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape, trains=config.trains)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
-    phases = Phases(watchdog, users_files(config), opened.lock)
+    phases = Phases(watchdog, config.users_files, opened.lock)
     # Evaluation alone writes samples, but no row among those of the training.
     meter = Meter(
         folder if writes and config.trains else None,
@@ -369,7 +365,7 @@ def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -
             f"{p.id} {len(p.tokens_T)} {p.accepted}" for prompts in sets for p in prompts
         ),
         "sizes of the model": task.shape,
-        "your Python files": _digest(map(_source, users_files(config))),
+        "your Python files": _digest(map(_source, config.users_files)),
     }
     everybody = world.all_gather_object(mine)
     for what, value in everybody[0].items():

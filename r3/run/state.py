@@ -17,6 +17,9 @@ from r3.run.folder import owner_of, write_json
 
 _NAME = "run.json"
 
+Digests = Mapping[str, Mapping[str, str]]
+"""Digests by group and name, such as "data" and "rows"; of packages their versions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
@@ -31,8 +34,8 @@ class RunState:
         failures: attempts in a row that ended in that step.
         place: the folder at the last start: its number on the disk, and its path.
         tracker: the id for experiment trackers; another one than `run_id` in a copied folder.
-        digests: of what shapes the run beside its settings, at the last start (`r3.run.digests`);
-            None if no start has compared any.
+        digests: of what shapes the run beside its settings, at the last start; None if no start has
+            compared any.
     """
 
     run_id: str
@@ -43,7 +46,7 @@ class RunState:
     failures: int = 0
     place: tuple[int, str] | None = None
     tracker: str = ""
-    digests: Mapping[str, Mapping[str, str]] | None = None
+    digests: Digests | None = None
 
     @classmethod
     def new(cls, run_id: str = "") -> RunState:

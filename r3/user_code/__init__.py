@@ -7,5 +7,5 @@ __getattr__ = names_of(
     algorithm="AlgorithmError advantage_of bounds_of loss_of",
     calls="CallError CallTimeout",
     loading="forget_files load time_limit",
-    workers="Done Here Place Pool Processes Threads WorkerError",
+    workers="Done Here Place Pool Threads WorkerError",
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3.run import ENDS_RANK, REQUEUE
+from r3.run import REQUEUE
+from r3.tools.beside.watchdog import ENDS_RANK
 from r3.runtime.device import free_port
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk

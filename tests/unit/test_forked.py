@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3.run import ENDS_RANK
+from r3.tools.beside.watchdog import ENDS_RANK
 from tests.forked_ranks import ForkedRank
 from tests.runs import program
 from tests.warm import interpreter

@@ -24,12 +24,12 @@ from r3.run import (
     ResumeError,
     RunDir,
     RunState,
-    digests_of,
     newest_whole,
     open_run,
     step_folders,
 )
 from r3.runtime.mesh import Axis
+from r3.tools.beside.digests import digests_of
 from tests.errors import Patch
 from tests.run_folder import publish
 from tests.tiny import tiny_config
@@ -58,9 +58,9 @@ class Place:
             **sections,
         )
         with_task = read_task(config)
-        sources = partial(digests_of, config, with_task, read_small_files(config.model.path))
+        digests = partial(digests_of, config, with_task, read_small_files(config.model.path))
         try:
-            start = open_run(RunDir(self.root / "run"), config, writes=writes, sources=sources)
+            start = open_run(RunDir(self.root / "run"), config, writes=writes, digests=digests)
         finally:
             with_task.close()
         if start.lock is not None:

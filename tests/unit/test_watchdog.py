@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from r3.run import ENDS_RANK, RunDir, Watchdog, hold, write_json
+from r3.run import RunDir, hold, write_json
+from r3.tools.beside.watchdog import ENDS_RANK, Watchdog
 from tests.world import ROOT
 
 STALL_S = 0.2
@@ -182,7 +183,7 @@ _RANK = """
 import sys, time
 from pathlib import Path
 from r3.run.folder import RunDir
-from r3.run.watchdog import Watchdog
+from r3.tools.beside.watchdog import Watchdog
 from r3.user_code.loading import load
 from r3.user_code.workers import Pool, Threads
 folder, rank, function = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -259,7 +260,7 @@ _STARTS = """
 import multiprocessing, os, subprocess, sys, time
 from r3.run.lock import hold
 from pathlib import Path
-from r3.run.watchdog import Watchdog
+from r3.tools.beside.watchdog import Watchdog
 watchdog = Watchdog(0, 1, stall_s=0.4)
 watchdog.start()
 lock = hold(Path(sys.argv[1]))
@@ -316,7 +317,7 @@ def test_what_a_run_started_ends_and_holds_no_lock(end: str, when: str, tmp_path
 
 _SAVES = """
 import sys, time
-from r3.run.watchdog import Watchdog
+from r3.tools.beside.watchdog import Watchdog
 with Watchdog(0, 1, stall_s=600.0, kill_after_s=1.0) as watchdog, open(sys.argv[1], "wb") as file:
     watchdog.beat(sys.argv[2])
     for _ in range(60):
@@ -341,7 +342,7 @@ def test_a_slow_checkpoint_is_progress(phase: str, size: int, ends: bool, tmp_pa
 
 _WORKS = """
 import time
-from r3.run.watchdog import Watchdog
+from r3.tools.beside.watchdog import Watchdog
 with Watchdog(0, 1, stall_s=1.0, kill_after_s=2.0) as watchdog:
     print("works", flush=True)
     for _ in range(100):

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from r3.user_code import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
+from r3.tools.beside.processes import Processes
+from r3.user_code import Done, Here, Place, Pool, Threads, WorkerError, load
 from tests.world import ROOT
 
 PLACES: dict[str, Callable[[], Place]] = {
@@ -146,7 +147,8 @@ def test_workers_that_cannot_load_the_users_file_say_why(tmp_path: Path) -> None
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = (
         "import os, time\n"
-        "from r3.user_code.workers import Pool, Processes\n"
+        "from r3.tools.beside.processes import Processes\n"
+        "from r3.user_code.workers import Pool\n"
         "from tests.unit.test_workers import double, misbehave\n"
         "pool = Pool(Processes(1), timeout_s=60.0)\n"
         "pool.submit(0, double, 1)\n"

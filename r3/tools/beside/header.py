@@ -94,7 +94,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("step", _step(config) if config.trains else ""),
         ("replay", _replay(config, is_moe) if samples and config.trains else ""),
         *(("judge", text) for name, text in judges.items() if name in config.reward_functions),
-        ("teacher", " ".join(config.algo.teacher)),
+        ("teacher", " ".join(config.checkpoints[1:])),
         ("turns", f"end with {' or '.join(task.conversation_setup.renderer.end_texts)}"),
         *(
             [("adapters", adapter_text(config, shape))]

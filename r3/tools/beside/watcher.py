@@ -1,6 +1,6 @@
 """The process that watches a rank: heartbeats, reports of stalls, cleanup of leftover processes.
 
-    python -IS -c "... from r3.tools.beside.watcher import main; main(...)"  (as r3.extras says)
+    python -IS -c "... from r3.tools.beside.watcher import main; main(...)"
 
 It shares no lock with the rank, so that it also sees a rank that holds the interpreter's lock, is
 stopped, or waits inside native code. Each rank has one. Ranks differ in how far they came: each
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.run.folder import RunDir, write_json, write_text
-from r3.run.watchdog import ENDS_RANK, MARK, SHOWS_STACKS, Beat, mark_of
+from r3.tools.beside.watchdog import ENDS_RANK, MARK, SHOWS_STACKS, Beat, mark_of
 
 _RECORD = 1 << 16  # bytes, more than a beat has
 _MAX_TICK_S = 5.0

@@ -27,7 +27,7 @@ from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
-from r3.run.state import RunState
+from r3.run.state import Digests, RunState
 from r3.types import Prompt
 
 _PACKAGES = (
@@ -39,9 +39,6 @@ _SAMPLES, _SAMPLE_BYTES = 4096, 256  # of tensors, over all files of a folder
 _FEWEST_SAMPLES = 16  # of one file
 _SHOWN = 4
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-Digests = Mapping[str, Mapping[str, str]]
-"""Digests by group and name, such as "data" and "rows"; of packages their versions."""
 
 # What shapes learning, by its name in `checkpoint.allow_changed`: the setting, and what it decides.
 _SHAPES_LEARNING = {
@@ -88,7 +85,7 @@ def digests_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
         "adapter": {path: _adapter(path) for path in [adapter] if path},
         "teacher": {path: _folder(path) for path in config.algo.teacher},
         "reward_model": {path: _folder(path) for path in [reward_model] if path},
-        "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
+        "code": {file: _digest([Path(file).read_bytes()]) for file in config.users_files},
         "evaluation": {
             f"held-out set {each.settings.name}": _digest(map(_row, each.prompts))
             for each in task.heldout
@@ -116,15 +113,6 @@ def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: s
         },
         **({"weights": {"files": _weights(weights)}} if weights else {}),
     }
-
-
-def users_files(config: Config) -> list[str]:
-    """Files that hold functions, classes, programs and prompts of this run, as the settings name
-    them.
-    """
-    files = [spec.rpartition(":")[0] for spec in config.users_code]
-    files += [config.reward.prompt_file, *config.env.command.split()]
-    return [file for file in dict.fromkeys(files) if Path(file).is_file()]
 
 
 def read_digests(run_dir: RunDir) -> Digests | None:

@@ -1,4 +1,4 @@
-"""The rank's side of the watchdog: report progress to its watcher (`r3.tools.beside.watcher`)."""
+"""The rank's side of the watchdog: report progress to its watcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from r3 import extras
 from r3.run.folder import RunDir
 
 ENDS_RANK = signal.SIGRTMAX  # nothing else sends it, so a launcher knows who ended a rank
@@ -85,9 +84,13 @@ class Watchdog:
         os.environ[MARK] = mark_of(os.getpid(), self._beats)
         faulthandler.register(SHOWS_STACKS, file=self._stacks, all_threads=True)
         words = [str(each) for each in (rank, size, os.getpid(), self._beats, self._stacks, says)]
-        root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
+        root = str(Path(__file__).resolve().parents[3])  # the folder that holds r3/
+        program = (
+            f"import sys; sys.path.insert(0, {root!r}); "
+            f"from r3.tools.beside.watcher import main; main({[*words, str(stall_s)]})"
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", extras.watcher_program(root, [*words, str(stall_s)])],
+            [sys.executable, "-IS", "-c", program],
             env={"PATH": os.environ.get("PATH", "")},  # it is no rank
             pass_fds=(self._beats, self._stacks, says),
             stdin=subprocess.DEVNULL,
