@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any, Literal
 
-LAYER_AGREEMENT = "routing/agreement_layer/"
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
 _CAUSES = ("length", "turns", "invalid", "hung_up", "aborted")

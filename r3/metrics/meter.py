@@ -11,14 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-import numpy as np
-
 from r3 import extras
 from r3.config import Config
 from r3.errors import Explained
 from r3.metrics.console import console_of
 from r3.metrics.glossary import explain
-from r3.metrics.reduce import LogHistogram, Max, Partial, UsersMean
+from r3.metrics.reduce import Max, Partial, UsersMean
 
 if TYPE_CHECKING:
     from r3.runtime.mesh import Axis
@@ -31,9 +29,7 @@ class TrackerError(Explained):
 class Writer(Protocol):
     """Shows rows and samples elsewhere: TensorBoard, or an experiment tracker."""
 
-    def log(
-        self, row: Mapping[str, float], step: int, histograms: Mapping[str, np.ndarray]
-    ) -> None: ...
+    def log(self, row: Mapping[str, float], step: int) -> None: ...
 
     def log_samples(self, texts: Mapping[str, str], step: int) -> None: ...
 
@@ -214,7 +210,7 @@ class Meter:
             except OSError as error:
                 self.console.line(f"row of step {step} not written: {error}; it is kept")
         for writer in self._writers:
-            writer.log(row, step, _histograms(ranks))
+            writer.log(row, step)
         self.console.row(row, step, self._steps, self._eta_s(row, step))
         for line in self._watch.lines(row, step):
             self.console.line(line)
@@ -271,16 +267,6 @@ class Meter:
 
     def _beat(self) -> None:
         self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")
-
-
-def _histograms(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, np.ndarray]:
-    """The values of all ranks for the histograms among the metrics, none without values."""
-    found: dict[str, list[LogHistogram]] = {}
-    for rank in ranks:
-        for key, parts in rank.items():
-            shown = [part for part in parts if isinstance(part, LogHistogram) and len(part.values)]
-            found.setdefault(key, []).extend(shown)
-    return {key: LogHistogram.merge(parts) for key, parts in sorted(found.items()) if parts}
 
 
 # How the metrics of the experts' load per layer become one number.

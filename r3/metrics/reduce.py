@@ -184,26 +184,6 @@ def _total_load(loads: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(loads, np.int64).sum(0) if loads else np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogHistogram:
-    """A histogram of log10 of sizes >= 0 that TensorBoard shows, and no row holds."""
-
-    values: np.ndarray
-
-    @staticmethod
-    def reduce(parts: Sequence[LogHistogram]) -> float | None:
-        return None
-
-    @staticmethod
-    def merge(parts: Sequence[LogHistogram]) -> np.ndarray:
-        """log10 of all values, float64; those beyond `LOG10_EDGES` are at its ends."""
-        values = np.concatenate([part.values for part in parts]).astype(np.float64)
-        return np.clip(np.log10(np.maximum(values, 1e-300)), LOG10_EDGES[0], LOG10_EDGES[-1])
-
-
-LOG10_EDGES = np.arange(-10.0, 2.01, 0.25)
-"""Bins of a quarter of a decade."""
-
 SHADOW = ("k3", "f2", "abs_p99", "abs_max")
 """Metrics that the paired passes with replayed and with live routes compare."""
 
@@ -233,7 +213,6 @@ def mismatch(
         weight    mean( e^Delta )               1 in expectation
         abs_p50, abs_p90, abs_p99, abs_p999     quantiles of |Delta|
         abs_max   max |Delta|
-        abs_log10 histogram of log10 |Delta|
         ess       (sum w)^2 / (n sum w^2)       for the importance weights w = e^Delta
 
     Routing differences show in the tail first: f2, p99 and max grow tenfold where k3 doubles.
@@ -289,7 +268,6 @@ def mismatch(
         "abs_p99": Quantile(values=sizes, q=0.99),
         "abs_p999": Quantile(values=sizes, q=0.999),
         "abs_max": Max(value=float(size.max()) if count else None),
-        "abs_log10": LogHistogram(sizes),
         "ess": EffectiveSampleSize(
             sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count
         ),

@@ -187,8 +187,8 @@ class Tracker:
             ) from (error if started.done() else None)
         self._client = started.result()
 
-    def log(self, row: Mapping[str, float], step: int, histograms: object = None) -> None:
-        """Send the metrics of a step, without histograms."""
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        """Send the metrics of a step."""
         self._later(lambda: self._client.log(row, step))
 
     def log_samples(self, samples: Mapping[str, str], step: int) -> None:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from r3.run import REQUEUE
-from r3.tools.beside.watchdog import ENDS_RANK
 from r3.runtime.device import free_port
+from r3.tools.beside.watchdog import ENDS_RANK
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
 from tests.runs import finish, kill, rows_of, start, timeless

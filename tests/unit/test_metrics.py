@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
@@ -33,7 +32,6 @@ from r3.metrics import (
     EffectiveSampleSize,
     LoadEntropy,
     LoadMax,
-    LogHistogram,
     Max,
     Mean,
     Meter,
@@ -242,62 +240,14 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
-def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -> None:
+def test_agreement_per_layer_is_in_the_row_and_has_no_curve(tmp_path: Path) -> None:
     drawn = meter(tmp_path, log={"tensorboard": True})
     for step in (1, 2):
         drawn.add({f"routing/agreement_layer/{layer}": Mean(layer, 20.0) for layer in (3, 12)})
         row = drawn.close_step(step)
         assert row["routing/agreement_layer/12"] == 0.6
     drawn.close()
-    pictures = events(tmp_path).Images("routing/agreement_layer")
-    assert [picture.step for picture in pictures] == [1, 2]
     assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
-
-
-WHITE, RED, GREY = [244, 244, 242], [140, 29, 24], [190, 190, 190]
-
-
-def picture(folder: Path, *steps: dict[int, float]) -> np.ndarray:
-    """TensorBoard's newest picture of the agreement by step and layer."""
-    folder.mkdir(exist_ok=True)
-    drawn = meter(folder, log={"tensorboard": True})
-    for step, by_layer in enumerate(steps, 1):
-        for layer, agreement in by_layer.items():
-            drawn.add({f"routing/agreement_layer/{layer}": Mean(agreement, 1.0)})
-        drawn.close_step(step)
-    drawn.close()
-    *_, newest = events(folder).Images("routing/agreement_layer")
-    return np.asarray(Image.open(io.BytesIO(newest.encoded_image_string)))
-
-
-def middle(image: np.ndarray, colour: list[int]) -> list[float]:
-    """Row and column of the middle of all pixels of a colour, beside the legend."""
-    places = np.argwhere((image[:, :-100] == colour).all(-1))
-    assert len(places) > 100, f"no cell of {colour}"
-    return places.mean(0).tolist()
-
-
-def test_a_cell_shows_the_agreement_of_its_step_and_layer(tmp_path: Path) -> None:
-    image = picture(tmp_path, {2: 1.0, 10: 0.8, 11: 0.8}, {2: 0.9, 11: 1.0})
-    # The first layer is at the bottom: red is layers 10 and 11, the others are of the second step.
-    (red_y, red_x), (half_y, half_x) = (middle(image, each) for each in (RED, [192, 136, 133]))
-    grey_y, grey_x = middle(image, GREY)
-    assert red_y < grey_y < half_y and red_x < grey_x and abs(grey_x - half_x) < 5
-    assert (image[:, :50] < 100).any(), "labels of the layers"
-    legend = image[:, -60].tolist()
-    assert RED in legend and WHITE in legend
-
-
-def test_the_scale_reaches_down_to_the_lowest_agreement(tmp_path: Path) -> None:
-    image = picture(tmp_path, {0: 0.3, 1: 0.86})
-    assert middle(image, RED)[0] > middle(image, [223, 201, 198])[0]
-    high = picture(tmp_path / "high", {0: 1.0})
-    assert RED not in high[:, :-100].reshape(-1, 3).tolist() and RED in high[:, -60].tolist()
-
-
-def test_many_layers_fit(tmp_path: Path) -> None:
-    height, width, _ = picture(tmp_path, dict.fromkeys(range(61), 0.9)).shape
-    assert 150 < height < 450 and 300 < width < 700
 
 
 def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
@@ -367,23 +317,6 @@ def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
     assert [
         (event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")
     ] == expected
-
-
-def test_a_histogram_is_drawn_and_is_in_no_row(tmp_path: Path) -> None:
-    writer = meter(tmp_path, log={"tensorboard": True})
-    for sizes in ([1.5e-3, 1.5e-3], [1.1]):
-        writer.add({"mismatch/abs_log10": LogHistogram(np.array(sizes))})
-    assert "mismatch/abs_log10" not in writer.close_step(1)
-    writer.close()
-    (event,) = events(tmp_path).Histograms("mismatch/abs_log10")
-    drawn = {
-        limit: count
-        for limit, count in zip(
-            event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True
-        )
-        if count
-    }
-    assert drawn == {-2.75: 2.0, 0.25: 1.0}
 
 
 def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from r3.metrics import (
-    LOG10_EDGES,
     DeadExperts,
     EffectiveSampleSize,
     LoadEntropy,
     LoadMax,
-    LogHistogram,
     Max,
     Mean,
     Partial,
@@ -29,11 +27,7 @@ from r3.metrics import (
 
 
 def values(panel: dict[str, Partial]) -> dict[str, float | None]:
-    return {
-        key: part.reduce([part])
-        for key, part in panel.items()
-        if not isinstance(part, LogHistogram)
-    }
+    return {key: part.reduce([part]) for key, part in panel.items()}
 
 
 def floats(*numbers: float) -> np.ndarray:
@@ -147,28 +141,6 @@ def test_no_mismatch() -> None:
     panel = values(mismatch(logprobs_N, logprobs_N, torch.ones(50)))
     assert {key for key, value in panel.items() if value == 1.0} == {"ess", "weight"}
     assert all(value == 0.0 for key, value in panel.items() if key not in ("ess", "weight"))
-
-
-def test_the_histogram_of_sizes_by_hand() -> None:
-    """Quarters of decades: 0 and 1e-12 fall into the first bin, 1.5e-3 between 10^-3 and 10^-2.75,
-    500 into the last.
-    """
-    found = LogHistogram.merge(
-        [
-            LogHistogram(floats(0.0, 1e-12, 1.5e-3)),
-            LogHistogram(floats()),
-            LogHistogram(floats(1.1, 500.0)),
-        ]
-    )
-    bins, _ = np.histogram(found, LOG10_EDGES)
-    assert len(bins) == 48 and bins.sum() == 5
-    assert {int(bin): int(bins[bin]) for bin in np.flatnonzero(bins)} == {0: 2, 28: 1, 40: 1, 47: 1}
-    panel = mismatch(
-        torch.tensor([-1.0, -2.0]), torch.tensor([-1.0015, -9.0]), torch.tensor([1.0, 0.0])
-    )
-    part = panel["abs_log10"]
-    assert isinstance(part, LogHistogram)
-    assert part.values.tolist() == pytest.approx([1.5e-3], rel=1e-3)
 
 
 def test_f2_counts_beyond_a_factor_of_two_and_not_at_it() -> None:
