@@ -35,7 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def settings_of(words: argparse.Namespace) -> AlgoConfig:
+def algo_of(words: argparse.Namespace) -> AlgoConfig:
     """The settings of a run that would use the function.
 
     Raises:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = parse(sys.argv[1:] if argv is None else argv)
     role = "advantage" if words.advantage else "loss"
     try:
-        findings = run_contract(settings_of(words), role)
+        findings = run_contract(algo_of(words), role)
     except (AlgorithmError, ConfigError) as error:
         say(f"r3.check_loss: {error}", error=True)
         raise SystemExit(1 if isinstance(error, AlgorithmError) else 2) from None

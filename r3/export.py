@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from r3.config import Config, ConfigError, ParallelConfig, Problem
+from r3.config import Config, ConfigError, ParallelConfig, Problem, config_of_run
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
@@ -43,7 +43,7 @@ from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
 from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import DamageError, read_manifest
-from r3.run.open import require_whole, settings_of
+from r3.run.open import require_whole
 from r3.run.prepare import refusing
 from r3.run.session import init_rank
 from r3.runtime.device import Device, leave
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> Order:
         what = "checkpoint" if run_dir.config.exists() else "config.yaml"
         fix = "give the folder of a run that has saved a checkpoint"
         raise ConfigError.of("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)
-    config = settings_of(run_dir)
+    config = config_of_run(run_dir.path)
     best = run_dir.checkpoints / "best"
     names = {None: max(saved)} | {str(step): step for step in saved}
     if best.is_symlink() and best.exists():

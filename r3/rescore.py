@@ -32,13 +32,13 @@ from safetensors.numpy import save_file
 
 from r3 import checks as validate
 from r3.cli import parse as cli
-from r3.config import Config, ConfigError, Problem, with_values
+from r3.config import Config, ConfigError, Problem, config_of_run, with_values
 from r3.models.hub import folder_of
 from r3.policy import Policy, TokenScores
 from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.folder import RunDir, replacing, step_folders
-from r3.run.open import require_whole, settings_of
+from r3.run.open import require_whole
 from r3.run.prepare import refusing
 from r3.run.session import init_rank
 from r3.runtime.device import leave
@@ -139,14 +139,14 @@ def parse(argv: Sequence[str]) -> Order:
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
     try:
-        config = settings_of(run_dir)
+        config = config_of_run(run_dir.path)
     except OSError:
         rule, fix = "there is no config.yaml to read", "give the folder of a run"
         raise ConfigError.of("RUN_DIR", str(words.run_dir), rule, fix) from None
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
-    values = cli.settings_of(flags, problems)
+    values = cli.flag_values(flags, problems)
     matters = _MATTERS if words.engine is None else (*_MATTERS, "engine.")
     problems += [
         Problem(name, value, "has no effect on scores", "leave it out")

@@ -156,7 +156,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     return replace(found, read=report.read)
 
 
-def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
     """Values of flags `--section.field value`, for a command whose other flags are its own.
 
     Args:

@@ -22,7 +22,6 @@ from r3.config.model import (
     model_problem,
 )
 from r3.config.reading import (
-    changes_of_run,
     dump_yaml,
     filled_in,
     from_yaml,
@@ -32,6 +31,16 @@ from r3.config.reading import (
     read_values,
     to_yaml,
     values_of,
+)
+from r3.config.resume import (
+    ANOTHER_FOLDER,
+    changes_of_run,
+    config_of_run,
+    fixed_changes,
+    folder_error,
+    other_run,
+    path_from_start,
+    require_same_settings,
 )
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from r3.config.run import (
@@ -43,15 +52,10 @@ from r3.config.run import (
     LogConfig,
 )
 from r3.config.settings import (
-    ANOTHER_FOLDER,
     SETTINGS,
-    STARTED_FROM,
     Config,
-    fixed_changes,
     flatten,
-    folder_error,
     help_of,
-    other_run,
     replacing,
     with_values,
 )

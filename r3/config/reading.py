@@ -20,7 +20,7 @@ import yaml
 
 from r3.config.arguments import argument_items
 from r3.config.fields import TYPES
-from r3.config.settings import SETTINGS, Config, fixed_changes, with_values
+from r3.config.settings import SETTINGS, Config, with_values
 from r3.errors import ConfigError, Problem
 
 _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
@@ -236,22 +236,6 @@ def from_yaml(text: str) -> Config:
         ConfigError: all unknown keys and all values of the wrong type.
     """
     return with_values(Config(), values_of(load_yaml(text, "config.yaml")))
-
-
-def changes_of_run(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of the run in a folder although a resumed run may not change
-    them: name -> (value, the run's value).
-
-    Raises:
-        ConfigError: the settings of that run cannot be read.
-    """
-    try:
-        before = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        rule = "has checkpoints, but no config.yaml to compare with"
-        fix = "restore its config.yaml, or give another --log.dir"
-        raise ConfigError.of("log.dir", str(folder), rule, fix) from None
-    return fixed_changes(before, config)
 
 
 def _not_yaml(error: Exception, name: str, text: str) -> Problem:

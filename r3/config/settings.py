@@ -25,12 +25,9 @@ from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfi
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from r3.config.run import CheckpointConfig, DebugConfig, EvalConfig, EvalSet, LogConfig
 from r3.config.train import AlgoConfig, ReplayConfig, TrainConfig
-from r3.errors import ConfigError, Problem
 
 ENVIRONMENTS = ("env.name", "env.path", "env.command")
 """Settings of which one names the environment; `env.args` belong to it."""
-STARTED_FROM = ("model.path", "lora.start")
-"""Settings that name what a run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,41 +245,3 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         config,
         **{section: replace(getattr(config, section), **new) for section, new in sections.items()},
     )
-
-
-def fixed_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ although a run may not change them: name -> (value, the run's value).
-
-    Args:
-        old: the config the run was started with.
-        new: the config it is to be resumed with.
-    """
-    before, now = flatten(old), flatten(new)
-    return {
-        name: (now[name], before[name])
-        for name, setting in SETTINGS.items()
-        if now[name] != before[name] and not setting.may_change(old)
-    }
-
-
-_SHOWN_CHANGES = 12
-ANOTHER_FOLDER = "another --log.dir"
-"""What a user gives who starts a new run."""
-
-
-def folder_error(folder: object, rule: str, fix: str) -> ConfigError:
-    """The error of a folder that a run cannot use."""
-    return ConfigError.of("log.dir", str(folder), rule, fix)
-
-
-def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:
-    """A folder that has another run: what differs, one line each, and what to do."""
-    lines = [
-        f"      {name} = {now!r} (that run: {before!r})\n"
-        for name, (now, before) in list(changes.items())[:_SHOWN_CHANGES]
-    ]
-    if len(changes) > _SHOWN_CHANGES:
-        lines.append(f"      and {len(changes) - _SHOWN_CHANGES} more\n")
-    rule = "has a run with other settings, which may not change on resume:\n"
-    fix = fix or f"set them back to continue that run, or start a new one with {ANOTHER_FOLDER}"
-    return Problem("log.dir", str(folder), rule + "".join(lines), fix)

@@ -85,20 +85,6 @@ class RunDir:
         """The folder of a run with these settings."""
         return cls(Path(config.log.dir))
 
-    def named_from_start(self, name: str, settings: Mapping[str, str]) -> str:
-        """A relative path of the run's settings as it was where the run was started.
-
-        Args:
-            name: of a setting that names a folder.
-            settings: those of the run. `log.dir`, if it is relative, tells that working folder.
-        """
-        path = settings.get(name, "")
-        here, end = Path(os.path.abspath(self.path)).parts, Path(settings.get("log.dir", "")).parts
-        if path and end and here[-len(end) :] == end:
-            there = Path(*here[: -len(end)]) / path
-            return str(there) if there.exists() else path
-        return path
-
     def append_metrics(self, row: Mapping[str, float]) -> bool:
         """Add one line to metrics.jsonl; when this returns, the line survives a power cut.
 

@@ -18,14 +18,8 @@ from r3 import extras
 from r3.cli.base_config import OVERRIDES
 from r3.config import (
     ANOTHER_FOLDER,
-    STARTED_FROM,
     Config,
-    ConfigError,
-    Problem,
-    changes_of_run,
-    flatten,
-    from_yaml,
-    other_run,
+    require_same_settings,
     to_yaml,
     with_values,
 )
@@ -132,7 +126,7 @@ def _open(
         state, notes = _register(run_dir, [folder for _, folder in saved], step, reached)
     current = None
     if checkpoint is not None:
-        _require_same_settings(run_dir, config, step)
+        require_same_settings(run_dir.path, config, step)
         notes.insert(0, resume_note(checkpoint, step))
         if digests is not None:
             current = digests()
@@ -275,40 +269,6 @@ def _clear(run_dir: RunDir) -> None:
     for pattern in (".step_*.partial", ".*.old"):
         for left in run_dir.checkpoints.glob(pattern):
             shutil.rmtree(left)
-
-
-def _require_same_settings(run_dir: RunDir, config: Config, step: int) -> None:
-    """Raise ConfigError if settings changed that may not, or the run would end before its newest
-    checkpoint: its result would be another step's.
-    """
-    problems, steps = [], config.train.steps
-    if steps < step and config.trains:
-        rule = f"the newest checkpoint is of step {step}, so the run would end with its weights"
-        fix = (
-            f"set at least {step}; an earlier checkpoint that is kept becomes a model folder with: "
-            f"python -m r3.export {run_dir.path} --step {steps}"
-        )
-        problems.append(Problem("train.steps", steps, rule, fix))
-    if run_dir.config.exists():
-        changes = changes_of_run(run_dir.path, config)
-        problems += [other_run(run_dir.path, changes)] if changes else []
-    if problems:
-        raise ConfigError(problems)
-
-
-def settings_of(run_dir: RunDir) -> Config:
-    """The settings of a run for a command that reads its folder, in whatever working folder.
-
-    Raises:
-        ConfigError: config.yaml is not as R3 wrote it.
-        OSError: there is none.
-    """
-    config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
-    values = flatten(config)
-    return with_values(
-        config,
-        {name: run_dir.named_from_start(name, values) for name in STARTED_FROM},
-    )
 
 
 def drop_after(run_dir: RunDir, step: int) -> list[str]:

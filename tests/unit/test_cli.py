@@ -80,7 +80,7 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
 def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
     def weights(*words: str) -> tuple[float, ...]:
         problems: list[Problem] = []
-        found = cli.settings_of([*words], problems)["reward.weights"]
+        found = cli.flag_values([*words], problems)["reward.weights"]
         assert problems == []
         return tuple(found)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.config import ConfigError, as_typed, load_yaml
+from r3.config import ConfigError, as_typed, load_yaml, path_from_start
 from r3.errors import Fault
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.run.result import Goal
@@ -69,7 +69,7 @@ class RunFacts:
     @property
     def model_path(self) -> str:
         """Folder or hub name of the model, which also has the tokenizer."""
-        return RunDir(self.path).named_from_start("model.path", self.settings)
+        return path_from_start(self.path, self.settings, "model.path")
 
 
 def read_run(path: Path) -> RunFacts:
