@@ -47,7 +47,7 @@ from r3.sync.rollouts import PackingSpec, distribute
 from r3.sync.weights import sync_weights
 from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
-from r3.tools.mismatch.watch import growth
+from r3.tools.mismatch.jumps import growth
 from r3.tools.passes import pass_figures, share_out
 from r3.tools.proof import (
     prove_sync,

@@ -14,13 +14,13 @@ one when it is needed, and says when that is.
 | `tools.beside` | every start: warnings, header, last line, needs of the machine; users' code |
 | `tools.beside.digests` | every start: what changed since the run was started |
 | `tools.beside.processes` | worker processes for users' code, and for math |
-| `tools.beside.terminal` | a terminal as stdout |
+| `tools.beside.tables` | a terminal as stdout |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watchdog` | every start: stalls are reported (`debug.stall_s`) or end it |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.download` | `hub:` in the place of a model's folder |
-| `tools.mismatch.watch` | every step: jumps of the mismatch, growth with the conversation |
+| `tools.mismatch.jumps` | every step: jumps of the mismatch, growth with the conversation |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
 | `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
@@ -378,8 +378,8 @@ def proof() -> ModuleType:
 
 
 def mismatch_watch() -> Any:
-    """What compares the mismatch of a run's rows with each other (r3.tools.mismatch.watch)."""
-    from r3.tools.mismatch.watch import MismatchWatch
+    """What compares the mismatch of a run's rows with each other (r3.tools.mismatch.jumps)."""
+    from r3.tools.mismatch.jumps import MismatchWatch
 
     return MismatchWatch()
 
@@ -414,10 +414,10 @@ def surroundings() -> ModuleType:
 
 
 def terminal() -> ModuleType:
-    """The console of a run on a terminal: r3.tools.beside.terminal."""
-    from r3.tools.beside import terminal
+    """The console of a run on a terminal: r3.tools.beside.tables."""
+    from r3.tools.beside import tables
 
-    return terminal
+    return tables
 
 
 def header(*given: Any) -> list[str]:

@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if order.weights.is_checkpoint:
         with refusing():
             require_whole(order.weights.folder, policy_version, mesh.world)
-        checkpoint.load(
+        checkpoint.load_checkpoint(
             order.weights.folder,
             policy,
             device,

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from r3.errors import Fault
 from r3.runtime.terminal import own_streams, say, visible
+from r3.tools.view.panels import conversation
 from r3.tools.view.runs import Kind, dumped_steps, read_samples
 from r3.tools.view.samples import Sample
-from r3.tools.view.terminal import conversation
 
 DEFAULT_COUNT = 3
 

@@ -21,8 +21,8 @@ from rich.live import Live
 
 from r3.errors import Fault
 from r3.runtime.terminal import own_streams, say
+from r3.tools.view.live import read_heartbeats, screen
 from r3.tools.view.runs import RunFacts, read_run
-from r3.tools.view.watch import read_heartbeats, screen
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

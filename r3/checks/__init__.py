@@ -23,7 +23,8 @@ from r3.checks.functions import (
 )
 from r3.checks.model import check_freeze, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
-from r3.config.check import (
+from r3.config.layout import check_layout, check_lengths
+from r3.config.rules import (
     Findings,
     check_algorithm,
     check_batch,
@@ -31,9 +32,8 @@ from r3.config.check import (
     check_environment,
     check_objective,
     check_reward_terms,
+    check_run_folder,
 )
-from r3.config.folder import check_run_folder
-from r3.config.layout import check_layout, check_lengths
 from r3.data.sources import ReadsRows, read_rows
 from r3.models.shape import ModelShape
 from r3.runtime.kernel_switch import switch_notes, switch_problems
@@ -77,40 +77,40 @@ def examine(
             A preset's own settings without effect are not warned of.
         read: reads the rows of data files; one that remembers them serves several configs.
     """
-    found = Findings(config)
-    typed = (setting.type_problem(found.values[name]) for name, setting in SETTINGS.items())
+    errors = Findings(config)
+    typed = (setting.type_problem(errors.values[name]) for name, setting in SETTINGS.items())
     if wrong := [problem for problem in typed if problem]:  # of a Python program: no rule reads it
         return Report(tuple(wrong), (), None, read)
-    shape = check_model(config, found) or known_shape
+    shape = check_model(config, errors) or known_shape
     for name, setting in SETTINGS.items():
-        if found.sound(name) and (problem := setting.problem(found.values[name])):
-            found.problems.append(problem)
-    found.problems += switch_problems() + key_problems(found.values)
-    check_batch(config, found, world_size)
-    check_objective(config, found)
-    check_algorithm(config, found)
-    check_own_algorithm(config, found)
-    check_layout(config, found, shape, world_size)
-    check_lengths(config, found, shape)
+        if errors.sound(name) and (problem := setting.problem(errors.values[name])):
+            errors.problems.append(problem)
+    errors.problems += switch_problems() + key_problems(errors.values)
+    check_batch(config, errors, world_size)
+    check_objective(config, errors)
+    check_algorithm(config, errors)
+    check_own_algorithm(config, errors)
+    check_layout(config, errors, shape, world_size)
+    check_lengths(config, errors, shape)
     if config.has_teacher or config.distils:
-        extras.teacher_rules().check_teacher(config, found, shape, world_size)
-    check_freeze(config, found, shape)
+        extras.teacher_rules().check_teacher(config, errors, shape, world_size)
+    check_freeze(config, errors, shape)
     of_adapter = []
     if config.uses_lora or config.quantises_base:
-        of_adapter = extras.check_lora(config, found, shape)
-    check_environment(config, found)
-    check_environment_code(config, found)
-    check_reward_terms(config, found)
-    check_rewards(config, found, world_size)
-    sets = check_evaluation(config, found, shape)
-    check_best(config, found, sets)
-    training, heldout = check_data(config, found, sets, read)
-    check_run_folder(config, found)
+        of_adapter = extras.check_lora(config, errors, shape)
+    check_environment(config, errors)
+    check_environment_code(config, errors)
+    check_reward_terms(config, errors)
+    check_rewards(config, errors, world_size)
+    sets = check_evaluation(config, errors, shape)
+    check_best(config, errors, sets)
+    training, heldout = check_data(config, errors, sets, read)
+    check_run_folder(config, errors)
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
-        found.add("log.tracker", "this package is not installed", fix)
+        errors.add("log.tracker", "this package is not installed", fix)
     notes = switch_notes() + extras.notes_on(config, given, shape, training, heldout) + of_adapter
-    return Report(tuple(found.problems), tuple(dict.fromkeys(notes)), shape, read)
+    return Report(tuple(errors.problems), tuple(dict.fromkeys(notes)), shape, read)
 
 
 def _is_installed(package: str) -> bool:

@@ -16,7 +16,7 @@ from r3.checks.functions import (
     check_reward_function,
 )
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
-from r3.config.check import Findings
+from r3.config.rules import Findings
 from r3.data.rows import Columns, Row, RowProblem, columns_of
 from r3.data.sources import FILES, ReadsRows, is_near, read_rows
 from r3.models.shape import ModelShape
@@ -25,7 +25,7 @@ _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
 
 
 def check_data(
-    config: Config, found: Findings, sets: Sequence[EvalSet], read: ReadsRows = read_rows
+    config: Config, errors: Findings, sets: Sequence[EvalSet], read: ReadsRows = read_rows
 ) -> tuple[list[Row], list[Row]]:
     """Check all rows that can be read at once, by `read`.
 
@@ -35,26 +35,26 @@ def check_data(
     data, columns = config.data, columns_of(config)
     training = data.path if config.trains else ()
     if not data.path and config.trains:
-        found.add("data.path", "is empty", FILES, value="")
+        errors.add("data.path", "is empty", FILES, value="")
     if data.weights and len(data.weights) != len(data.path):
         rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
         fix = "give one per path, or none: rows of all paths then form one pool"
-        found.add("data.weights", rule, fix)
+        errors.add("data.weights", rule, fix)
     train = [
         row
         for path in dict.fromkeys(training)
-        for row in _check_rows(path, columns, found, "data.path", read)
+        for row in _check_rows(path, columns, errors, "data.path", read)
     ]
     # Sets may differ in sampling alone: a path is read once for each way of scoring it.
     held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
     if not sets:  # their lists do not fit together; problems of the files are reported all the same
         held_out = dict.fromkeys((path, columns) for path in config.eval.path)
     heldout = [
-        row for path, how in held_out for row in _check_rows(path, how, found, "eval.path", read)
+        row for path, how in held_out for row in _check_rows(path, how, errors, "eval.path", read)
     ]
     if (
         training
-        and found.sound("data.path", "rollout.prompts_per_step")
+        and errors.sound("data.path", "rollout.prompts_per_step")
         and all(map(is_near, training))
         and len(train) < config.rollout.prompts_per_step
     ):
@@ -62,13 +62,13 @@ def check_data(
             f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different "
             "prompts"
         )
-        found.add("data.path", rule, "give more rows, or lower rollout.prompts_per_step")
-    check_gym(config, found, training, sets)
+        errors.add("data.path", rule, "give more rows, or lower rollout.prompts_per_step")
+    check_gym(config, errors, training, sets)
     return train, heldout
 
 
 def _check_rows(
-    path: str, columns: Columns, found: Findings, name: str, read: ReadsRows
+    path: str, columns: Columns, errors: Findings, name: str, read: ReadsRows
 ) -> list[Row]:
     if not is_near(path):
         return []
@@ -76,7 +76,7 @@ def _check_rows(
     common = _faults_of_every_row(bad) if not rows else []
     for problem, count in common:
         # One wrong setting, such as the name of a column, not thousands of wrong rows.
-        found.add(
+        errors.add(
             name,
             f"{problem.rule}; so it is in all {count} rows",
             problem.fix,
@@ -84,13 +84,13 @@ def _check_rows(
         )
         bad = [each for each in bad if (each.column, each.rule) != (problem.column, problem.rule)]
     for problem in bad[:_SHOWN_ROWS]:
-        found.add(name, problem.rule, problem.fix, value=problem.where)
+        errors.add(name, problem.rule, problem.fix, value=problem.where)
     if len(bad) > _SHOWN_ROWS:
         rest = f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all"
-        found.add(name, rest, "correct these rows as well", value=path)
+        errors.add(name, rest, "correct these rows as well", value=path)
     if not rows and not bad and not common:
         fix = "give a file with rows; for eval.path, '' disables evaluation"
-        found.add(name, "has no rows", fix, value=path)
+        errors.add(name, "has no rows", fix, value=path)
     return rows
 
 
@@ -103,7 +103,7 @@ def _faults_of_every_row(bad: Sequence[RowProblem]) -> list[tuple[RowProblem, in
 
 
 def check_evaluation(
-    config: Config, found: Findings, shape: ModelShape | None
+    config: Config, errors: Findings, shape: ModelShape | None
 ) -> tuple[EvalSet, ...]:
     """Check `eval`; return the held-out sets, or none if their lists do not fit together."""
     settings = config.eval
@@ -111,55 +111,55 @@ def check_evaluation(
     if not count:
         if settings.only:
             rule = "eval.path is empty, so there is nothing to evaluate"
-            found.add("eval.only", rule, "give --eval.path")
+            errors.add("eval.only", rule, "give --eval.path")
         return ()
-    _check_lists(found, count)
-    if found.sound("eval.name") and len(set(settings.name)) != count:
+    _check_lists(errors, count)
+    if errors.sound("eval.name") and len(set(settings.name)) != count:
         rule = f"must name each of the {count} sets differently"
         example = " ".join(f"set{i + 1}" for i in range(count))
-        found.add("eval.name", rule, f"add --eval.name {example}")
-    if not found.sound(*(f"eval.{name}" for name in EVAL_LISTS), "eval.env_args"):
+        errors.add("eval.name", rule, f"add --eval.name {example}")
+    if not errors.sound(*(f"eval.{name}" for name in EVAL_LISTS), "eval.env_args"):
         return ()
     if any(each.samples > 1 and each.temperature == 0 for each in settings.sets):
         rule = "several samples at eval.temperature 0 are identical"
-        found.add("eval.samples", rule, "set it to 1, or use --eval.temperature 1.0")
+        errors.add("eval.samples", rule, "set it to 1, or use --eval.temperature 1.0")
     most = max(each.samples for each in settings.sets)
-    if found.sound("eval.pass_at") and (beyond := [k for k in settings.pass_at if k > most]):
+    if errors.sound("eval.pass_at") and (beyond := [k for k in settings.pass_at if k > most]):
         rule = f"pass@{beyond[0]} needs as many samples, and eval.samples is {most}"
-        found.add("eval.pass_at", rule, f"use at most {most}")
+        errors.add("eval.pass_at", rule, f"use at most {most}")
     longest = max(each.max_tokens for each in settings.sets)
     if shape and longest >= shape.max_position_embeddings:
         rule = f"does not fit the model's context of {shape.context}"
-        found.add("eval.max_tokens", rule, "set it lower, with room for the questions")
+        errors.add("eval.max_tokens", rule, "set it lower, with room for the questions")
     for env in filter(None, dict.fromkeys(settings.env)):
         if ":" in env:
-            check_environment_file(env, "eval.env", found)
+            check_environment_file(env, "eval.env", errors)
         elif env not in (names := get_args(SETTINGS["env.name"].kind)):
             fix = f"use one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
-            found.add("eval.env", "there is no such environment", fix, value=env)
-    if not found.sound("eval.env"):
+            errors.add("eval.env", "there is no such environment", fix, value=env)
+    if not errors.sound("eval.env"):
         return ()
     for function in filter(None, dict.fromkeys(settings.function)):
-        check_reward_function(function, found, "eval.function")
-    _check_env_args(config, found)
+        check_reward_function(function, errors, "eval.function")
+    _check_env_args(config, errors)
     for each in settings.sets:
         if each.function or each.env:
             functions, own = each.functions(config.reward), each.environment(config.env)
-            check_environment_rewards(functions, own, found, "eval.function")
+            check_environment_rewards(functions, own, errors, "eval.function")
     return settings.sets
 
 
-def _check_lists(found: Findings, count: int) -> None:
+def _check_lists(errors: Findings, count: int) -> None:
     """Every list has one value per set, or one for all sets."""
     for name in EVAL_LISTS:
-        values = found.values[f"eval.{name}"]
+        values = errors.values[f"eval.{name}"]
         may_be = {1, count} | ({0} if SETTINGS[f"eval.{name}"].default == () else set())
         if len(values) not in may_be:
             rule = f"has {len(values)} values for the {count} paths of eval.path"
-            found.add(f"eval.{name}", rule, "give one per set, or one for all sets")
+            errors.add(f"eval.{name}", rule, "give one per set, or one for all sets")
 
 
-def _check_env_args(config: Config, found: Findings) -> None:
+def _check_env_args(config: Config, errors: Findings) -> None:
     """`eval.env_args` name sets, and those sets have environments of the user."""
     settings = config.eval
     names = [each.name for each in settings.sets]
@@ -167,9 +167,9 @@ def _check_env_args(config: Config, found: Findings) -> None:
         name, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and name not in names:
             rule = f"names {name}, which is no held-out set"
-            found.add("eval.env_args", rule, f"use one of {', '.join(names)}", value=item)
+            errors.add("eval.env_args", rule, f"use one of {', '.join(names)}", value=item)
     for each in settings.sets:
         if each.env_args and not each.environment(config.env).path:
             rule = f"the environment of {each.name} is a built-in one, which takes none"
             fix = "leave it out, or write SET.key=value for a set with a class of yours"
-            found.add("eval.env_args", rule, fix, value=each.env_args)
+            errors.add("eval.env_args", rule, fix, value=each.env_args)

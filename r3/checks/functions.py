@@ -9,7 +9,7 @@ from functools import partial
 from r3 import extras
 from r3.config import Config, ConfigError, EnvConfig, EvalSet, Problem, RewardConfig, with_values
 from r3.config.arguments import ENVIRONMENT, JUDGES
-from r3.config.check import Findings
+from r3.config.rules import Findings
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
 
 BUILTIN_REWARDS = ("gsm8k", "exact", "row", *JUDGES, *ENVIRONMENT)
@@ -72,82 +72,82 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     return notes
 
 
-def check_own_algorithm(config: Config, found: Findings) -> None:
+def check_own_algorithm(config: Config, errors: Findings) -> None:
     """The files of a loss and an advantage are there."""
     for role, spec in config.algo.own_functions.items():
-        check_file(spec, f"algo.{role}", found)
+        check_file(spec, f"algo.{role}", errors)
 
 
-def check_file(spec: str, field: str, found: Findings) -> None:
+def check_file(spec: str, field: str, errors: Findings) -> None:
     """The file of `file.py:name` is one."""
     path = spec.rpartition(":")[0]
     if fault := file_fault(path):
-        found.add(field, fault, path_fix(path), value=path)
+        errors.add(field, fault, path_fix(path), value=path)
 
 
-def check_environment_code(config: Config, found: Findings) -> None:
+def check_environment_code(config: Config, errors: Findings) -> None:
     """The command or the file of the environment."""
     env = config.env
     if env.command:
-        extras.check_command(config, found)
+        extras.check_command(config, errors)
     if env.path and not env.command:
-        check_environment_file(env.path, "env.path", found)
+        check_environment_file(env.path, "env.path", errors)
 
 
-def check_environment_file(spec: str, field: str, found: Findings) -> None:
+def check_environment_file(spec: str, field: str, errors: Findings) -> None:
     """`file.py:Class` of a file that is there."""
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        found.add(field, "is not file.py:Class", "write path/to/my_env.py:MyEnv", spec)
+        errors.add(field, "is not file.py:Class", "write path/to/my_env.py:MyEnv", spec)
     else:
-        check_file(spec, field, found)
+        check_file(spec, field, errors)
 
 
-def check_rewards(config: Config, found: Findings, world_size: int) -> None:
+def check_rewards(config: Config, errors: Findings, world_size: int) -> None:
     """Check every function of `reward.function`, and what judges need."""
     reward = config.reward
     if config.trains:
-        check_environment_rewards(reward.function, config.env, found, "reward.function")
+        check_environment_rewards(reward.function, config.env, errors, "reward.function")
     for function in dict.fromkeys(reward.function):
-        check_reward_function(function, found, "reward.function")
+        check_reward_function(function, errors, "reward.function")
     used = config.reward_functions
-    if found.sound("reward.args") and reward.args and not any(":" in spec for spec in used):
+    if errors.sound("reward.args") and reward.args and not any(":" in spec for spec in used):
         rule = "is for a function or class of yours, and none is set"
-        found.add("reward.args", rule, "leave it out", value=reward.args[0])
+        errors.add("reward.args", rule, "leave it out", value=reward.args[0])
     if "row" in used:
-        _check_row_functions(reward, found)
+        _check_row_functions(reward, errors)
     if set(JUDGES).intersection(used):
-        extras.check_judges(config, found, world_size)
+        extras.check_judges(config, errors, world_size)
 
 
-def _check_row_functions(reward: RewardConfig, found: Findings) -> None:
+def _check_row_functions(reward: RewardConfig, errors: Findings) -> None:
     """Functions that rows name, each by a name of its own."""
     names = [spec.rpartition(":")[2] for spec in reward.row_functions]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         rule = f"rows cannot tell two functions named {twice[0]} apart"
-        found.add("reward.row_functions", rule, "rename one of them")
+        errors.add("reward.row_functions", rule, "rename one of them")
     if "self_judge" in reward.row_functions and "self_judge" in reward.function:
         rule = "names self_judge, and so does reward.function: a response would be judged twice"
-        found.add("reward.row_functions", rule, "name it in one of them")
+        errors.add("reward.row_functions", rule, "name it in one of them")
     for spec in reward.row_functions:
         if spec in ("row", "env", "none"):
             rule = "is no function that scores a response"
-            found.add("reward.row_functions", rule, "leave it out", value=spec)
+            errors.add("reward.row_functions", rule, "leave it out", value=spec)
         else:
-            check_reward_function(spec, found, "reward.row_functions")
+            check_reward_function(spec, errors, "reward.row_functions")
 
 
 def check_environment_rewards(
-    functions: Sequence[str], env: EnvConfig, found: Findings, field: str
+    functions: Sequence[str], env: EnvConfig, errors: Findings, field: str
 ) -> None:
     """`env` and `none` need an environment that gives rewards."""
     if {"env", "none"}.intersection(functions) and not env.may_reward:
         fix = "use a reward function, or an environment that gives rewards"
-        found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
+        errors.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
 
 
 def check_gym(
-    config: Config, found: Findings, training: Sequence[str], sets: Sequence[EvalSet]
+    config: Config, errors: Findings, training: Sequence[str], sets: Sequence[EvalSet]
 ) -> None:
     """The reward gym scores tasks of reasoning-gym and nothing else."""
     scored = [("reward.function", config.reward.function, training)]
@@ -157,17 +157,17 @@ def check_gym(
         if "gym" in used and others:
             rule = f"gym scores only tasks of reasoning-gym, and {others[0]} is none"
             fix = "use another function, or paths such as gym:chain_sum"
-            found.add(name, rule, fix, value="gym")
+            errors.add(name, rule, fix, value="gym")
 
 
-def check_reward_function(reward: str, found: Findings, name: str) -> None:
+def check_reward_function(reward: str, errors: Findings, name: str) -> None:
     """A built-in function, or `file.py:function` of a file that is there."""
     path, colon, _ = reward.rpartition(":")
     if reward in BUILTIN_REWARDS:
         return
     if colon and path.endswith(".py"):
-        check_file(reward, name, found)
+        check_file(reward, name, errors)
     else:
         fix = f"use one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
         rule = "is neither a built-in reward nor file.py:function"
-        found.add(name, rule, fix, value=reward)
+        errors.add(name, rule, fix, value=reward)

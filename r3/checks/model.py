@@ -8,7 +8,7 @@ from pathlib import Path
 
 from r3 import extras
 from r3.config import Config
-from r3.config.check import Findings
+from r3.config.rules import Findings
 from r3.errors import Problem
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.hub import command, is_hub
@@ -25,41 +25,41 @@ SUPPORTED_FIX = (
 )
 
 
-def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> None:
+def check_freeze(config: Config, errors: Findings, shape: ModelShape | None) -> None:
     """`train.freeze` matches parameters of the model and leaves some to train."""
     if shape and config.train.freeze:
         try:
             frozen_tensors(shape, config.train.freeze)
         except Problem as error:
-            found.add("train.freeze", error.rule, error.fix, value=error.value)
+            errors.add("train.freeze", error.rule, error.fix, value=error.value)
 
 
-def check_model(config: Config, found: Findings) -> ModelShape | None:
+def check_model(config: Config, errors: Findings) -> ModelShape | None:
     """Check `model.path`; return the shape of the model, or None if it cannot be read."""
     path = config.model.path
     if not path:
-        found.add("model.path", "is empty", _GIVE_FOLDER)
+        errors.add("model.path", "is empty", _GIVE_FOLDER)
         return None
     try:
         folder = local_folder(path)
     except ShapeError as error:
-        found.add("model.path", error.rule, error.fix)
+        errors.add("model.path", error.rule, error.fix)
         return None
     if folder is None:
         folder = Path(path)
         fix = path_fix(path, _GIVE_FOLDER)
         if _HUB_ID.fullmatch(path) and not folder.parent.exists():
             fix = f"write hub:{path} for a model of the hub"
-        found.add("model.path", "there is no such folder", fix)
+        errors.add("model.path", "there is no such folder", fix)
         return None
     # A FIFO would block its reader forever.
     odd = [each.name for each in folder.iterdir() if not (each.is_file() or each.is_dir())]
     if odd := [name for name in odd if (folder / name).exists()]:
         rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"
-        found.add("model.path", rule, "download or export the checkpoint again")
+        errors.add("model.path", rule, "download or export the checkpoint again")
         return None
     if other := _what_instead(folder):
-        found.add("model.path", *other)
+        errors.add("model.path", *other)
         return None
     may_come = not is_hub(path)  # what the hub has is here
     if not (folder / "tokenizer.json").is_file():
@@ -68,30 +68,30 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         fix = "save the model's fast tokenizer beside its weights"
         if (folder / TIKTOKEN).is_file():
             fix = TIKTOKEN_FIX
-        found.add("model.path", "the folder has no tokenizer.json", fix, is_missing=may_come)
+        errors.add("model.path", "the folder has no tokenizer.json", fix, is_missing=may_come)
     if not has_chat_template(folder):
         fix = (
             "write chat_template.jinja into the folder; an instruction-tuned model of the same "
             "family has one"
         )
-        found.add("model.path", "the tokenizer has no chat template", fix, is_missing=may_come)
+        errors.add("model.path", "the tokenizer has no chat template", fix, is_missing=may_come)
     try:
         shape = ModelShape.read(folder)
     except OSError:
-        found.add("model.path", "the folder has no config.json", _GIVE_FOLDER)
+        errors.add("model.path", "the folder has no config.json", _GIVE_FOLDER)
         return None
     except ShapeError as error:
-        found.add("model.path", str(error), SUPPORTED_FIX)
+        errors.add("model.path", str(error), SUPPORTED_FIX)
         return None
     try:
         faults = checkpoint_faults(folder, shape)
     except ShapeError as error:
-        add_fault("model.path", path, error, found)
+        add_fault("model.path", path, error, errors)
         return shape
     if faults:
         shown = "; ".join(faults[:_SHOWN_TENSORS])
         more = f"; and {len(faults) - _SHOWN_TENSORS} more" if len(faults) > _SHOWN_TENSORS else ""
-        found.add(
+        errors.add(
             "model.path",
             f"its tensors differ from what config.json implies: {shown}{more}",
             "weights and config.json must belong together: download or export them again",
@@ -114,7 +114,7 @@ def _what_instead(folder: Path) -> tuple[str, str] | None:
     return None
 
 
-def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:
+def add_fault(name: str, path: str, error: ShapeError, errors: Findings) -> None:
     """Add why the weights of a model cannot be read; a start downloads those of the hub."""
     rule, fix = str(error), "download or export the checkpoint again"
     absent = isinstance(error, AbsentWeightsError)
@@ -124,7 +124,7 @@ def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:
             fix = f"a start downloads them; `hf download {command(path)}` does it before"
         except ShapeError as refused:
             rule, fix, absent = refused.rule, refused.fix, False
-    found.add(name, rule, fix, value=path, is_missing=absent)
+    errors.add(name, rule, fix, value=path, is_missing=absent)
 
 
 def local_folder(path: str) -> Path | None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from r3 import extras
 from r3.checks import Report, examine, load_files
 from r3.cli.base_config import Base, base_of_config, base_of_run, find_base, placed
-from r3.cli.words import Words, split, with_folder
+from r3.cli.words import Words, split_words, with_folder
 from r3.config import (
     HIDDEN,
     OF_OBJECTIVE,
@@ -32,8 +32,8 @@ from r3.config import (
     Problem,
     as_typed,
     flatten,
+    overriding,
     read_values,
-    replacing,
     with_values,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     2. Under torchrun only the first rank prints.
     """
     problems: list[Problem] = []
-    words = split(argv, problems)
+    words = split_words(argv, problems)
     dry_run, check = (name in words.switches for name in ("dry_run", "check"))
     asks_help = "help" in words.switches
     has_base = bool(words.bases) or "from" in words.own
@@ -162,7 +162,7 @@ def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
     Args:
         problems: gets everything that is wrong with the words.
     """
-    words = split(argv, problems)
+    words = split_words(argv, problems)
     others = [*words.own, *sorted(words.switches)]
     problems += [
         Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
@@ -242,7 +242,7 @@ def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     folder of the run.
     """
     start = base.config if base else Config()
-    config = with_values(start, replacing(start, values))
+    config = with_values(start, overriding(start, values))
     given = {*values, *(base.values if base else ())}
     brought = OF_OBJECTIVE[config.train.objective].items()
     config = with_values(config, {name: value for name, value in brought if name not in given})

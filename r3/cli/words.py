@@ -31,7 +31,7 @@ class Words:
     warnings: list[str] = field(default_factory=list)
 
 
-def split(argv: Sequence[str], problems: list[Problem]) -> Words:
+def split_words(argv: Sequence[str], problems: list[Problem]) -> Words:
     """The words of every flag: all up to the next one. A value behind `=` may begin with a dash."""
     words = Words()
     times: Counter[str] = Counter()

@@ -56,7 +56,7 @@ from r3.config.settings import (
     Config,
     flatten,
     help_of,
-    replacing,
+    overriding,
     with_values,
 )
 from r3.config.train import ADVANTAGES, LOSSES, OF_OBJECTIVE, AlgoConfig, ReplayConfig, TrainConfig

@@ -21,7 +21,7 @@ ENVIRONMENT = ("env", "none")
 JUDGES = ("gym", "math", "http", "self_judge", "model")  # an extra brings them
 
 
-def names_of(specs: Sequence[str]) -> list[str]:
+def reward_names(specs: Sequence[str]) -> list[str]:
     """Return the names of reward functions in metrics, dumps and `reward.args`.
 
     The built-in's name or the function's, numbered if two are the same.

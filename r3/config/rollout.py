@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from r3.config.arguments import names_of
+from r3.config.arguments import reward_names
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
 
 # A name, an IPv4 address, or an IPv6 address in brackets as URLs have it.
@@ -329,4 +329,4 @@ class RewardConfig:
     @property
     def deciding(self) -> str:
         """Name of the function that decides whether a response is right."""
-        return self.correct or names_of(self.function)[0]
+        return self.correct or reward_names(self.function)[0]

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from r3.config.arguments import names_of
+from r3.config.arguments import reward_names
 from r3.config.fields import Setting, setting
 from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
@@ -138,8 +138,10 @@ class Config:
     def named_rewards(self) -> tuple[tuple[str, str], ...]:
         """Functions of training, evaluation and rows by the names that metrics have."""
         rows = self.reward.row_functions if "row" in self.reward_functions else ()
-        named = [zip(names_of(specs), specs, strict=True) for specs in (self.reward.function, rows)]
-        alone = [(names_of([spec])[0], spec) for spec in self.eval.function if spec]
+        named = [
+            zip(reward_names(specs), specs, strict=True) for specs in (self.reward.function, rows)
+        ]
+        alone = [(reward_names([spec])[0], spec) for spec in self.eval.function if spec]
         return tuple(dict.fromkeys((*named[0], *named[1], *alone)))
 
     def response_tokens(self, of_set: EvalSet | None = None) -> int:
@@ -220,7 +222,7 @@ def flatten(config: Config) -> dict[str, Any]:
     }
 
 
-def replacing(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+def overriding(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values to lay over a config, with the defaults of what they take the place of.
 
     A layer that names an environment replaces that of the layers below, its arguments included.

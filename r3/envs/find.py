@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from r3.config import Config, ConfigError, EnvConfig, Problem
-from r3.config.check import Findings
+from r3.config.rules import Findings
 from r3.envs.calculator import Calculator
 from r3.envs.calls import Environment
 from r3.envs.guess_number import GuessNumber

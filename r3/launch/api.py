@@ -151,7 +151,7 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _result(config: Config) -> Result:
-    from r3.run.result import Goal
+    from r3.run.goal import Goal
 
     run_dir = RunDir.of(config)
     if not config.trains:

@@ -1,6 +1,6 @@
 """Console output of a run: a header, one table row per step, progress bars.
 
-A log file gets plain lines; a terminal a table (r3.tools.beside.terminal).
+A log file gets plain lines; a terminal a table (r3.tools.beside.tables).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def folder_of(path: str | Path) -> str:
     """
     if not is_hub(path):
         return str(path)
-    if folder := cached(*parsed(str(path))):
+    if folder := cached_folder(*parsed(str(path))):
         return str(folder)
     raise ShapeError("is not in the cache", f"hf download {command(str(path))}")
 
@@ -59,7 +59,7 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def cached(repo: str, revision: str) -> Path | None:
+def cached_folder(repo: str, revision: str) -> Path | None:
     """The folder of a model in the cache, if it has all of its small files."""
     from huggingface_hub import snapshot_download
 

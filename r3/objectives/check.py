@@ -7,8 +7,8 @@ from typing import Any
 
 from r3.checks.model import add_fault, local_folder
 from r3.config import Config, Problem
-from r3.config.check import Findings
 from r3.config.layout import check_layout
+from r3.config.rules import Findings
 from r3.data.template import tokenizer_of
 from r3.errors import ConfigError
 from r3.models.files import AbsentWeightsError, checkpoint_faults
@@ -16,29 +16,29 @@ from r3.models.shape import ModelShape, ShapeError
 
 
 def check_teacher(
-    config: Config, found: Findings, shape: ModelShape | None, world_size: int
+    config: Config, errors: Findings, shape: ModelShape | None, world_size: int
 ) -> None:
     """Check `algo.teacher`. Tokenizers are compared when the run reads its data."""
     paths, objective = config.algo.teacher, config.train.objective
     if objective == "distill" and not paths:
         fix = "give --algo.teacher FOLDER, or use --train.objective rl"
-        found.add("algo.teacher", "is empty, and train.objective is distill", fix, value="")
+        errors.add("algo.teacher", "is empty, and train.objective is distill", fix, value="")
     if not paths:
         return
     if objective == "sft":
         rule = "scores sampled responses, and train.objective sft samples none"
-        found.add("algo.teacher", rule, "leave it out, or use --train.objective distill")
+        errors.add("algo.teacher", rule, "leave it out, or use --train.objective distill")
     if len(paths) not in (1, len(config.data.path)):
         rule = f"has {len(paths)} values for the {len(config.data.path)} paths of data.path"
-        found.add("algo.teacher", rule, "give one per path, or one for all")
+        errors.add("algo.teacher", rule, "give one per path, or one for all")
     for path in dict.fromkeys(paths):
-        if rule := _fault(config, path, shape, world_size, found):
+        if rule := _fault(config, path, shape, world_size, errors):
             fix = "give the folder of a Hugging Face checkpoint that fits"
-            found.add("algo.teacher", rule, fix, value=path)
+            errors.add("algo.teacher", rule, fix, value=path)
 
 
 def _fault(
-    config: Config, path: str, shape: ModelShape | None, world_size: int, found: Findings
+    config: Config, path: str, shape: ModelShape | None, world_size: int, errors: Findings
 ) -> str:
     """Why a checkpoint cannot be the teacher; "" if it can."""
     faults: list[str] = []
@@ -50,7 +50,7 @@ def _fault(
     except OSError:
         return "the folder has no config.json"
     except AbsentWeightsError as error:
-        add_fault("algo.teacher", path, error, found)
+        add_fault("algo.teacher", path, error, errors)
     except ShapeError as error:
         return str(error)
     if faults:
@@ -66,7 +66,7 @@ def _fault(
             "(data.max_prompt_tokens and rollout.max_response_tokens)"
         )
     own = config.of_teacher(is_dense=not teacher.moe_layers)
-    layout, known = Findings(own), {problem.place for problem in found.problems}
+    layout, known = Findings(own), {problem.place for problem in errors.problems}
     check_layout(own, layout, teacher, world_size)
     return "; ".join(
         f"{each.place} = {each.value} {each.rule}"

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 from r3 import extras
 from r3.config import RewardConfig
-from r3.config.arguments import ENVIRONMENT, JUDGES, names_of
+from r3.config.arguments import ENVIRONMENT, JUDGES, reward_names
 from r3.data.conversation import replied
 from r3.data.rows import verifier_of
 from r3.data.template import Renderer
@@ -398,7 +398,7 @@ def make_scorer(
     specs = tuple(functions) or settings.function
     rows = settings.row_functions if "row" in specs else ()
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
-    named, of_rows = ([*zip(names_of(each), each, strict=True)] for each in (specs, rows))
+    named, of_rows = ([*zip(reward_names(each), each, strict=True)] for each in (specs, rows))
     own = own_functions((*named, *of_rows, *others), settings.args)
 
     def component(name: str, spec: str) -> Component:

@@ -4,7 +4,7 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
-    checkpoint="CheckpointFiles KEYS PIECE UnsoundError gathered_state load",
+    checkpoint="CheckpointFiles KEYS PIECE UnsoundError gathered_state load_checkpoint",
     checkpointer="Checkpointer Copy SaveError",
     due="Saver export_last is_checkpoint_due",
     ends="FailureReport REQUEUE StopRequest StoppedEarly failure_text resume_command",
@@ -15,7 +15,7 @@ __getattr__ = names_of(
     lock="hold require_free",
     manifest="damage_of measure measure_durably read_manifest write_manifest",
     open="Opened ResumeError newest_whole open_run",
-    result="Goal best_step",
+    goal="Goal best_step",
     session="Phases RankError Session build_run require_one_start",
     state="RunState",
 )

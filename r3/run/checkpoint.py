@@ -78,7 +78,7 @@ def copied_state(
     return _for_torch(sharded), files
 
 
-def load(
+def load_checkpoint(
     folder: Path, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False
 ) -> None:
     """Load a checkpoint into the policy and the random generators. All ranks must call.

@@ -14,7 +14,7 @@ from r3.run.checkpoint import require_sound
 from r3.run.checkpointer import Copy, SaveError
 from r3.run.ends import StoppedEarly
 from r3.run.folder import read_metrics, write_eval, write_json
-from r3.run.result import Goal, best_step
+from r3.run.goal import Goal, best_step
 from r3.run.session import Session
 from r3.runtime.mesh import Axis, axis_beside
 from r3.runtime.terminal import say

@@ -338,7 +338,7 @@ def _build(prepared: Prepared) -> Session:
         undo.enter_context(run.meter)
         if opened.checkpoint:
             with watched(f"loading {opened.checkpoint}"):
-                checkpoint.load(
+                checkpoint.load_checkpoint(
                     opened.checkpoint, run.policy, device, mesh, weights_only=not config.trains
                 )
         settle()

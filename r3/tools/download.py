@@ -22,7 +22,7 @@ from r3.models.hub import (
     SMALL_FILES,
     ShapeError,
     cache_folder,
-    cached,
+    cached_folder,
     command,
     parsed,
 )
@@ -81,10 +81,10 @@ def weights_note(path: str) -> str:
 def _fetched(path: str) -> Path | ShapeError:
     try:
         repo, revision = parsed(path)
-        if folder := cached(repo, revision):
+        if folder := cached_folder(repo, revision):
             return folder
         with _alone(repo):
-            if folder := cached(repo, revision):  # another process has downloaded it
+            if folder := cached_folder(repo, revision):  # another process has downloaded it
                 return folder
             sizes = _sizes(path)
             small = [name for name in sizes if _is_small(name)]

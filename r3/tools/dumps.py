@@ -20,8 +20,8 @@ from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
 from r3.sync.rollouts import send_samples
+from r3.tools.view.panels import conversation
 from r3.tools.view.samples import sample_of
-from r3.tools.view.terminal import conversation
 from r3.types import Prompt, Rollout, Sample, SamplingMask, TrainedSample
 
 if TYPE_CHECKING:

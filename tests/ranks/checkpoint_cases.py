@@ -266,7 +266,7 @@ def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resum
 
 def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
     """The number of updates in the checkpoint that a run falls back to, loaded for real."""
-    checkpoint.load(step_folders(run_dir.checkpoints)[-1][1], policy, device, mesh)
+    checkpoint.load_checkpoint(step_folders(run_dir.checkpoints)[-1][1], policy, device, mesh)
     return policy.update_number
 
 
@@ -299,7 +299,9 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> I
             put(folder)
         dist.barrier()
         refusals = (pickle.UnpicklingError, CheckpointException)
-        others.append(message_of(partial(checkpoint.load, folder, policy, device, mesh), *refusals))
+        others.append(
+            message_of(partial(checkpoint.load_checkpoint, folder, policy, device, mesh), *refusals)
+        )
         dist.barrier()
         executed = (folder / "executed").exists()
         assert not executed, "a program in a checkpoint ran"
@@ -310,7 +312,7 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> I
         files[".metadata"] = measure(folder / ".metadata")
         write_manifest(folder, run_id="", step=1, files=files)
     dist.barrier()
-    load = message_of(lambda: checkpoint.load(folder, policy, device, mesh), ValueError)
+    load = message_of(lambda: checkpoint.load_checkpoint(folder, policy, device, mesh), ValueError)
     dist.barrier()
     (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
     return Injected(load=load, resume=note, others=others, executed=(out / "executed").exists())

@@ -20,7 +20,7 @@ from r3.layers import packed_params, zigzag_rows
 from r3.models import Experts, joined, read_small_files
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy import Policy, chained
-from r3.run import load as load_checkpoint
+from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, export

@@ -20,7 +20,7 @@ from r3.models.shape import ModelShape
 from r3.policy import Policy, chained
 from r3.policy.build import transformer_config
 from r3.policy.weight_slots import load
-from r3.run import load as load_checkpoint
+from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch

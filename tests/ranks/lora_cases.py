@@ -24,7 +24,7 @@ from r3.lora import (
 )
 from r3.models import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
-from r3.run import load as load_checkpoint
+from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.sync import WeightStream, export

@@ -10,8 +10,8 @@ from statistics import fmean
 from r3.cli.parse import Invocation
 from r3.config import ANOTHER_FOLDER, Config, flatten
 from r3.metrics.glossary import headlines
-from r3.run.folder import RunDir, step_folders
-from r3.run.result import Goal, best_step, rows_of
+from r3.run.folder import RunDir, read_metrics, step_folders
+from r3.run.goal import Goal, best_step
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import say
 
@@ -31,7 +31,7 @@ def says_finished(invocation: Invocation) -> bool:
     step = saved[-1][0] if saved else 0
     goal = Goal.of(flatten(config))
     try:
-        rows = rows_of(run_dir)
+        rows = _rows(run_dir)
         # Rows after the checkpoint are made again.
         has_ended = goal.end(goal.values(row for row in rows if row["step"] <= step))
         # Fewer steps than the newest checkpoint has are refused later.
@@ -60,7 +60,7 @@ def result(config: Config, run_dir: RunDir, step: int) -> str:
     A figure is left out unless it was measured before and after, the mismatch unless it was
     measured at all.
     """
-    rows = rows_of(run_dir)
+    rows = _rows(run_dir)
     by_step = {row["step"]: row for row in rows}
     before, after = by_step.get(0, {}), by_step.get(step, {}) if step else {}
     figures = [
@@ -109,3 +109,8 @@ def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
     ratio = live / replay if replay else 0
     times = [f"{ratio:,.{0 if ratio >= 10 else 1}f} times"] if replay else []
     return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
+
+
+def _rows(run_dir: RunDir) -> list[dict[str, float]]:
+    """The rows of a run so far, without an incomplete last line."""
+    return read_metrics(run_dir.metrics, notes=[]) if run_dir.metrics.exists() else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from r3.models.shape import ModelShape
-from r3.tools.mismatch.watch import growth
+from r3.tools.mismatch.jumps import growth
 from r3.types import Rollout
 
 POSITIONS = (0, 64, 256, 1024, 4096, 16384)

@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any
 
 from r3.config import Config, Problem, flatten, with_values
-from r3.config.check import Findings, check_batch
 from r3.config.layout import check_layout, check_lengths
+from r3.config.rules import Findings, check_batch
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import GIB, PHASES, Fit, fit, memory
 

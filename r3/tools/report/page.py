@@ -19,7 +19,7 @@ from r3.errors import Fault
 from r3.metrics.glossary import UnknownMetricError, explain, is_users
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
-from r3.tools.mismatch.watch import MismatchWatch
+from r3.tools.mismatch.jumps import MismatchWatch
 from r3.tools.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.tools.view.runs import (
     Kind,

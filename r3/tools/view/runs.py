@@ -14,7 +14,7 @@ from typing import Any, Literal
 from r3.config import ConfigError, as_typed, load_yaml, path_from_start
 from r3.errors import Fault
 from r3.run.folder import RunDir, read_jsonl_lines
-from r3.run.result import Goal
+from r3.run.goal import Goal
 from r3.tools.view.samples import Sample, sample_of
 
 Kind = Literal["train", "eval"]

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from r3.run.folder import RunDir, read_metrics
-
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
@@ -70,8 +68,3 @@ class Goal:
 def best_step(values: Mapping[int, float]) -> int | None:
     """The step with the highest value, the first of equal ones; None without any."""
     return max(sorted(values), key=values.__getitem__, default=None)
-
-
-def rows_of(run_dir: RunDir) -> list[dict[str, float]]:
-    """The rows of a run so far, without an incomplete last line."""
-    return read_metrics(run_dir.metrics, notes=[]) if run_dir.metrics.exists() else []
