@@ -464,6 +464,13 @@ def exhausted(error: BaseException, where: str) -> list[str]:
     return exhausted(error, where)
 
 
+def placed(*given: Any, **more: Any) -> tuple[Config, str]:
+    """The folder of a start, and a note about it (r3.tools.beside.placing)."""
+    from r3.tools.beside.placing import placed
+
+    return placed(*given, **more)
+
+
 def digests() -> ModuleType:
     """Digests of data and models that a resumed run is compared by: r3.tools.beside.digests."""
     from r3.tools.beside import digests

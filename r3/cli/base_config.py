@@ -17,11 +17,9 @@ Every run writes such a file, overrides.yaml, next to its config.yaml.
 from __future__ import annotations
 
 import difflib
-import itertools
-import re
 import runpy
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +29,11 @@ from r3.config import (
     Config,
     ConfigError,
     Problem,
-    changes_of_run,
     dump_yaml,
     filled_in,
     flatten,
     from_yaml,
     load_yaml,
-    other_run,
     overriding,
     shown,
     values_of,
@@ -47,7 +43,6 @@ from r3.configs import PRESETS
 from r3.user_code.loading import path_fix
 
 OVERRIDES = "overrides.yaml"
-_CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _ROOT = "base"  # key of a YAML file
 _HEADER = """\
 # How this run differs from its base. To start another one like it:
@@ -258,88 +253,3 @@ def _from_python_file(word: str) -> tuple[Config, str]:
         fix = "return a Config of r3.config"
         raise refused(f"{name} gives {config!r:.60}, not a Config", fix)
     return config, name
-
-
-def placed(
-    config: Config,
-    problems: list[Problem],
-    *,
-    is_chosen: bool,
-    again: Callable[[str], str],
-    plans: bool = False,
-) -> tuple[Config, str]:
-    """Compare with the run that the folder has, if it can be resumed.
-
-    A run with other settings is a problem, or else the config gets the next folder that is free or
-    has a run which these settings continue.
-
-    Args:
-        problems: what else is wrong. A setting that is wrong by itself is not compared.
-        is_chosen: the user named the folder.
-        again: the command for another folder.
-        plans: nothing is to start, so that another run is a note.
-
-    Returns:
-        The config, and a note or "".
-    """
-    at_fault = {problem.place for problem in problems}
-    if "log.dir" in at_fault:
-        return config, ""
-    try:
-        changes = _changes(config, at_fault)
-        if not changes:
-            return config, ""
-    except ConfigError as error:
-        problems += error.problems
-        return config, ""
-    folder = config.log.dir
-    numbered = (with_values(config, {"log.dir": f"{folder}-{n}"}) for n in itertools.count(2))
-    other = next(each for each in numbered if _is_free(each, at_fault))
-    # An evaluation is of the checkpoint in its folder, and allow_changed is for a resume.
-    stays = is_chosen or not config.trains or bool(config.checkpoint.allow_changed)
-    if stays and not plans:
-        fix = (
-            f"set them back to continue that run, or start a new one:\n      {again(other.log.dir)}"
-            f"\n    {_first_weights(config)}"
-        )
-        problems.append(other_run(folder, changes, fix))
-        return config, ""
-    end = f"This one: {other.log.dir}. {_first_weights(config)}"
-    if stays:
-        end = f"A start there is refused. Free: --log.dir {other.log.dir}"
-    return other, f"note: {folder} {other_run(folder, changes).rule}  {end}"
-
-
-def _first_weights(config: Config) -> str:
-    """What a new run starts from, beside one in its folder that a user may mean to go on with."""
-    folder = Path(config.log.dir)
-    export = folder / "hf" / max(_saved(folder))
-    made = "" if export.exists() else f" (python -m r3.export {folder} writes it)"
-    return (
-        f"It starts from the weights of {config.model.path}. To start from those of {folder}, add "
-        f"--model.path {export}{made}"
-    )
-
-
-def _saved(folder: Path) -> list[str]:
-    """Names of the complete checkpoints of a run, as those of its exports."""
-    names = (path.name for path in folder.glob("checkpoints/step_*"))
-    return [name for name in names if _CHECKPOINT.fullmatch(name)]
-
-
-def _is_free(config: Config, at_fault: Collection[str]) -> bool:
-    try:
-        return not _changes(config, at_fault)
-    except ConfigError:
-        return False
-
-
-def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of the run to resume in log.dir, although they must not.
-
-    Raises:
-        ConfigError: the settings of that run cannot be read.
-    """
-    folder = Path(config.log.dir)
-    changes = changes_of_run(folder, config) if _saved(folder) else {}
-    return {name: change for name, change in changes.items() if name not in at_fault}

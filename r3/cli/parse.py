@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from r3 import extras
 from r3.checks import Report, examine, load_files
-from r3.cli.base_config import Base, base_of_config, base_of_run, find_base, placed
-from r3.cli.words import Words, split_words, with_folder
+from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
+from r3.cli.words import Words, split_words
 from r3.config import (
     HIDDEN,
     OF_OBJECTIVE,
@@ -41,11 +41,10 @@ from r3.data.sources import ReadsRows, read_rows
 from r3.models.hub import ShapeError, is_hub
 from r3.models.shape import ModelShape
 from r3.runtime.limits import too_small
-from r3.runtime.process import die_with_launcher, is_leader, start_command
+from r3.runtime.process import die_with_launcher, is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.user_code.loading import forget_files
 
-_SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 _MODELS = ("model.path", "algo.teacher", "reward.model_path")
 _LOADED_BY_CHECK = ("reward.model_path",)
 
@@ -108,7 +107,12 @@ def parse(argv: Sequence[str]) -> Invocation:
     if base is None:
         _leave(2, str(ConfigError(problems)))
     if "plan_for" in words.own:
-        _plan_for(words, config, base, problems)
+        given, shape = {*words.flags, *base.values}, _known_shape(config)
+        needed = functools.partial(_needs, base)
+        answer = extras.planner().answer(
+            words.own["plan_for"], config, shape, given, problems, needed
+        )
+        _leave(answer[0], f"{base.name}: {answer[1]}" if answer[0] < 2 else answer[1])
 
     fetched = () if dry_run else _LOADED_BY_CHECK if check else _MODELS
     # Before torch is imported, by a file of the user's or by the run, which may end in a crash.
@@ -122,12 +126,12 @@ def parse(argv: Sequence[str]) -> Invocation:
         problems = [each for each in problems if not _is_download(each)]
     is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
     plans = dry_run or (check and not is_launched)
-    config, note = placed(
+    config, note = extras.placed(
         config,
         problems,
         plans=plans,
         is_chosen=_folder_is_chosen(base, values),
-        again=lambda folder: start_command(with_folder(argv, folder)),
+        argv=argv,
     )
     doubts: list[str] = []
     if report.shape and not problems and (device_gib or host_gib):
@@ -209,11 +213,10 @@ def from_python(
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
     report = _examine(config, base, values, world_size, problems, fetched=_MODELS, loads=True)
-    config, note = placed(
+    config, note = extras.placed(
         config,
         problems,
         is_chosen=_folder_is_chosen(base, values),
-        again=lambda folder: f"the same call with log.dir {folder}",
     )
     if problems:
         raise ConfigError(problems)
@@ -373,25 +376,6 @@ def _world_size(words: Words, config: Config, problems: list[Problem]) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return config.parallel.smallest_world if plans else 1
-
-
-def _plan_for(words: Words, config: Config, base: Base, problems: list[Problem]) -> NoReturn:
-    """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
-    word = words.own["plan_for"]
-    try:
-        world_size, device_gib = extras.planner().read_plan_for(word)
-    except ValueError as error:
-        problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
-        _leave(2, str(ConfigError(problems)))
-    # The search replaces the layout: a layout that does not fit these devices is no mistake.
-    given = {*words.flags, *base.values}
-    single = replace(config, parallel=Config().parallel)
-    report = examine(single, world_size, _known_shape(config), given)
-    problems += [each for each in report.problems if not each.place.startswith(_SEARCHED)]
-    if len(problems) > len(_needs(base, problems)) or report.shape is None:
-        _leave(2, str(ConfigError(problems)))
-    fits, text = extras.planner().plan_for(config, report.shape, world_size, device_gib)
-    _leave(0 if fits else 1, f"{base.name}: {text}")
 
 
 def _needs(base: Base, problems: list[Problem]) -> list[Problem]:

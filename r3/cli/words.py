@@ -6,7 +6,6 @@ They are found here, since a parser that reads values stops at the first wrong o
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,14 +79,3 @@ def split_words(argv: Sequence[str], problems: list[Problem]) -> Words:
 def _is_flag(word: str) -> bool:
     """Whether a word begins with a dash and is no negative number."""
     return re.fullmatch(r"-(?![\d.]|inf\b|nan\b).+", word, re.DOTALL) is not None
-
-
-def with_folder(argv: Sequence[str], folder: str) -> str:
-    """The words of a command line, with another --log.dir, without what a launcher's check adds."""
-    others = ("--log.dir", "--world-size")
-    kept = [
-        word
-        for before, word in zip(("", *argv), argv, strict=False)
-        if before not in others and word.partition("=")[0] not in (*others, "--check")
-    ]
-    return shlex.join([*kept, "--log.dir", folder])

@@ -12,10 +12,10 @@ __getattr__ = names_of(
         "RunDir read_jsonl read_metrics replacing step_folders truncate_metrics write_eval "
         "write_json write_text"
     ),
+    goal="Goal best_step",
     lock="hold require_free",
     manifest="damage_of measure measure_durably read_manifest write_manifest",
     open="Opened ResumeError newest_whole open_run",
-    goal="Goal best_step",
     session="Phases RankError Session build_run require_one_start",
     state="RunState",
 )

@@ -14,7 +14,7 @@ __getattr__ = names_of(
     proof="prove_sync prove_weights sample_single_turn turned",
     **{
         "beside.header": "frozen_lines",
-        "mismatch.watch": "MismatchWatch growth",
+        "mismatch.jumps": "MismatchWatch growth",
         "view.runs": "read_run",
     },
 )

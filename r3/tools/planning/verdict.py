@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
-from r3.config import Config, Problem, with_values
+from r3.checks import examine
+from r3.config import Config, ConfigError, Problem, with_values
 from r3.models.shape import ModelShape
 from r3.tools.planning.layout_search import RANKS_PER_MACHINE, Proposal, Search, search
 from r3.tools.planning.memory_plan import (
@@ -29,6 +31,7 @@ DEVICES: Mapping[str, float] = {
 """GiB of memory of devices that have a name."""
 
 _SHOWN_PROPOSALS = 3
+_SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 
 
 def verdict(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> str:
@@ -272,6 +275,36 @@ def read_device(word: str) -> float:
     if word in DEVICES:
         return DEVICES[word]
     return _read_gib(word, f"must be GiB of memory such as 80, or one of {', '.join(DEVICES)}")
+
+
+def answer(
+    word: str,
+    config: Config,
+    shape: ModelShape | None,
+    given: Collection[str],
+    problems: list[Problem],
+    needed: Callable[[list[Problem]], list[Problem]],
+) -> tuple[int, str]:
+    """The best settings for the devices of --plan-for, and an exit code: 1 if none fits.
+
+    Args:
+        word: of the flag.
+        shape: of a model that need not be here.
+        given: settings that the user named.
+        problems: what is wrong already, of which `needed` are no obstacles.
+    """
+    try:
+        world_size, device_gib = read_plan_for(word)
+    except ValueError as error:
+        problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
+        return 2, str(ConfigError(problems))
+    # The search replaces the layout: a layout that does not fit these devices is no mistake.
+    report = examine(replace(config, parallel=Config().parallel), world_size, shape, given)
+    problems += [each for each in report.problems if not each.place.startswith(_SEARCHED)]
+    if len(problems) > len(needed(problems)) or report.shape is None:
+        return 2, str(ConfigError(problems))
+    fits, text = plan_for(config, report.shape, world_size, device_gib)
+    return (0 if fits else 1), text
 
 
 def read_plan_for(word: str) -> tuple[int, float]:
