@@ -14,7 +14,7 @@ from r3.rollout import ConversationRules, ConversationSetup, Round, RoundResult
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 MAX_MODEL_LEN = 500
 
 

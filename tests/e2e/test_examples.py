@@ -8,11 +8,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from r3 import assets
+from r3.config import EnvConfig
+from r3.envs import Resident, Workflows
+from r3.types import Rollout
 from tests.pages import ROOT, Block, BlockError, blocks, checkout, run
+from tests.rounds import numbered, play_round
+from tests.tiny import rewards_of
 
 pytestmark = pytest.mark.e2e
 
@@ -95,6 +104,63 @@ def llm_judge(runs: Path, output: str) -> None:
     assert {json.loads(line)["reward"] for line in dump} <= {0.0, 0.2, 1.0}
 
 
+# Scores the traces of a run once more, by verifiers alone.
+SCORED_AGAIN = """
+import asyncio, glob, sys
+sys.path.insert(0, "examples/verifiers")
+import verifiers.v1 as vf
+from word_problems import WordTask
+for file in sorted(glob.glob(sys.argv[1])):
+    for line in open(file):
+        for trace in vf.WireEpisode.model_validate_json(line).traces:
+            trace.rewards, kept = {}, trace.reward
+            asyncio.run(WordTask(trace.task.data).score(trace))
+            print("again", kept, trace.reward)
+"""
+
+
+def played(python: Path, seat: str, taskset: str, *said: str) -> Rollout:
+    """An episode of verifiers in which the model says what the test says, and no engine runs."""
+    harness = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    settings = EnvConfig(
+        command=f"{python} {ROOT}/examples/verifiers/agent.py:Agent",
+        args=(f'taskset={{"id": "{taskset}"}}', f"{seat}={json.dumps(harness)}"),
+        timeout_s=300.0,
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    row, texts = replace(numbered(0), metadata={"task": 0}), iter(said)
+    workflows = Workflows(settings, Resident)
+    found, _ = play_round(workflows, tokenizer, {0: row}, says=lambda turn: next(texts))
+    assert rewards_of(found) == [1.2]  # 1 for the answer and 0.2 for its length
+    return found.rollouts[0]
+
+
+def verifiers(runs: Path, output: str) -> None:
+    python = runs / "verifiers" / "bin" / "python"
+    one = played(python, "agent", "word_problems", "8+4=12\n#### 21")
+    assert one.metrics == {"env/vf_right": 1, "env/vf_brief": 1, "env/vf_equations": 1}
+    call = '{"name": "calc", "arguments": {"left": 8, "operator": "+", "right": 4}}'
+    tools = played(python, "agent", "tool_calls", f"<tool_call>{call}</tool_call>", "#### 21")
+    assert [each["role"] for each in tools.messages] == ["user", "assistant", "tool", "assistant"]
+    assert tools.messages[2]["content"] == "12" and tools.metrics["env/vf_tool_results"] == 1
+    row = last_row(runs / "of-verifiers")
+    assert row["env/calls"] == 4 and row["env/errors"] == 0 and row["routing/coverage"] == 1
+    assert row["routing/rows_captured"] == row["routing/rows_replayed"]
+    assert row["env/turns_mean"] > 1 and row["env/vf_tool_calls"] > 0
+    done = subprocess.run(
+        [python, "-c", SCORED_AGAIN, runs / "of-verifiers/agents/*.jsonl"],
+        cwd=runs.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    again = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("again")]
+    dump = (runs / "of-verifiers" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    rewards = sorted(json.loads(line)["reward"] for line in dump)
+    assert all(kept == scored for kept, scored in again) and len(again) == 4
+    assert rewards == sorted(float(kept) for kept, _ in again)
+
+
 def evaluate(runs: Path, output: str) -> None:
     assert "step_000001 greedy: accuracy" in output
     assert "sampled: accuracy" in output and "pass@4" in output
@@ -133,26 +199,28 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
         *(own_reward, own_loss, own_data, own_environment, own_workflow),
-        *(external_agent, llm_judge, evaluate, compare_runs, sweep, real_model),
+        *(external_agent, verifiers, llm_judge, evaluate, compare_runs, sweep, real_model),
     )
 }
 
 
 @pytest.mark.slow
 @pytest.mark.large
-@pytest.mark.timeout(1200)  # the real model: three minutes on two free cores
+@pytest.mark.timeout(1800)  # the real model, or an environment of verifiers installed
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
     folder = checkout(tmp_path / "r3", is_warm=True)
     page = f"examples/{name}/README.md"
     found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
     assert found, f"{page} has no block to run"
-    limit = 1100 if name == "real_model" else 240
+    limit = 1100 if name in ("real_model", "verifiers") else 240
     try:
         output = "".join(run(block, folder, timeout_s=limit) for block in found)
     except BlockError as error:
         if name == "real_model" and UNFETCHED in str(error):
             pytest.skip(str(error).splitlines()[-1])
+        if name == "verifiers" and "No matching distribution" in str(error):
+            pytest.skip("verifiers cannot be installed here")
         raise
     CLAIMS[name](folder / "runs", output)
     if name == "real_model":

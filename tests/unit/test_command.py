@@ -148,6 +148,7 @@ def test_one_process_lives_all_episodes_at_once(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
         ("return {'score': 1}", "an object has the key reward"),
         ("return 'good'", "returned 'good'"),
+        ("return float('nan')", "must return a finite number"),
         ("return object()", "AttributeError: 'object' object has no attribute 'tolist'"),
         ("return [1, 2]", "returned 2 rewards, and the episode has 1 calls"),
         ("await asyncio.sleep(60)", "not done after 2 s, calls of the model excluded"),
