@@ -64,6 +64,7 @@ ARMS = {
     "live + TIS": ("--replay.mode", "off", "--algo.correction", "token_tis"),
     "live + IcePop": ("--replay.mode", "off", "--algo.correction", "icepop"),
     "live + MIS": ("--replay.mode", "off", "--algo.correction", "token_mis"),
+    "live + dual clip": ("--replay.mode", "off", "--algo.clip_dual", "3"),
     "r3 + TIS": ("--algo.correction", "token_tis"),
     "live, routers frozen": ("--replay.mode", "off", *FREEZE_ROUTERS),
 }
@@ -79,6 +80,7 @@ COLORS = {
     "r2": ("#d9822b", "s"),
     "r3": ("#1f5fa8", "o"),
     "live + TIS": ("#2e8b57", "^"),
+    "live + dual clip": ("#8e44ad", "v"),
 }
 # Student's t, two sides, 95 %, by degrees of freedom: seeds - 1.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
