@@ -123,7 +123,7 @@ def main() -> None:
     own_streams()
     with cli.interruptible():
         invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
-        if extras.says_finished(invocation):
+        if extras.result().says_finished(invocation):
             return
         with stage("importing torch"), importing():
             from r3.run.prepare import prepare, refusing

@@ -347,11 +347,13 @@ def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
 
 
 def _packing(run: Session) -> PackingSpec:
-    return PackingSpec.of_pass(
-        run.config,
-        run.policy.replay.layers,
+    return replace(
+        PackingSpec.of_step(run.config, run.policy.replay.layers, 0),
+        num_updates=1,
         captured=run.engine.capture,
-        on_missing=run.config.replay.on_missing,
+        min_coverage=0.0,
+        filters_truncated=False,
+        policy_versions=None,
     )
 
 

@@ -15,17 +15,20 @@ one when it is needed, and says when that is.
 | `tools.beside.digests` | every start: what changed since the run was started |
 | `tools.beside.processes` | worker processes for users' code, and for math |
 | `tools.beside.tables` | a terminal as stdout |
+| `tools.beside.lines` | a terminal as stdout or stderr |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watchdog` | every start: stalls are reported (`debug.stall_s`) or end it |
 | `tools.tensorboard` | `log.tensorboard` |
 | `tools.trackers` | `log.tracker` |
 | `tools.download` | `hub:` in the place of a model's folder |
 | `tools.mismatch.jumps` | every step: jumps of the mismatch, growth with the conversation |
+| `tools.beside.step_notes` | every step: no signal, limits, failures, collapsed routers |
+| `tools.mismatch.shadow` | `replay.shadow_every` |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
-| `tools.library_rows` | rows of hub:, gym:, a folder of `datasets` |
+| `tools.rows` | rows of all but a file of JSON: tables, folders, parts, `hub:`, `gym:` |
 | `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
-| `partial` | `rollout.step_token_budget` |
-| `lora` | `lora.rank` |
+| `partial` | `rollout.step_token_budget`, `algo.dynamic_sampling` |
+| `lora` | `lora.rank`, `train.freeze` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math, gym |
@@ -33,6 +36,7 @@ one when it is needed, and says when that is.
 | `backends` | `train.optimizer` streamed |
 | `backends` | models with windows, sinks or gated delta layers |
 | `backends` | `rollout.top_k` |
+| `engine.reload` | an engine whose layers have no plain layout |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
 | `launch` | `from r3 import train`; the commands of `launch/` |
@@ -44,9 +48,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from r3.config import AlgoConfig, Config, EnvConfig, RewardConfig
+    from r3.config import AlgoConfig, Config, RewardConfig
 
 
 def experts(*, is_cuda: bool) -> type[Any]:
@@ -61,17 +65,10 @@ def experts(*, is_cuda: bool) -> type[Any]:
 
 
 def dispatch() -> ModuleType:
-    """What brings tokens to fused experts: r3.backends.dispatch."""
+    """What brings tokens to fused experts, and exchanges without copies: r3.backends.dispatch."""
     from r3.backends import dispatch
 
     return dispatch
-
-
-def exchange_without_copies(wrapped: list[Any]) -> None:
-    """Replace Megatron's collectives of gradients and parameters where they copy for nothing."""
-    from r3.backends.dispatch import exchange_without_copies
-
-    exchange_without_copies(wrapped)
 
 
 def stages() -> ModuleType:
@@ -144,6 +141,20 @@ def cpu_memory() -> ModuleType:
     return memory
 
 
+def reload_weights(*given: Any, **more: Any) -> Any:
+    """Push weights through vLLM's reload (r3.engine.reload)."""
+    from r3.engine.reload import reload_weights
+
+    return reload_weights(*given, **more)
+
+
+def neighbours_named(device: Any, share: float) -> Any:
+    """Inside, errors about other programs' memory name these (r3.backends.cuda.neighbours)."""
+    from r3.backends.cuda.neighbours import neighbours_named
+
+    return neighbours_named(device, share)
+
+
 def host_memory() -> ModuleType:
     """Page-locked host memory for copies from and to CUDA."""
     from r3.backends.cuda import host_memory
@@ -158,25 +169,18 @@ def share_gloo_thread() -> None:
     gloo.share_gloo_thread()
 
 
-def conversations(settings: EnvConfig, *more: Any) -> tuple[Any, Any, Any]:
-    """Environments of several turns or workflows, and what their conversations need."""
-    from r3.envs.runner import conversations
+def runner() -> ModuleType:
+    """Environments of several turns, workflows, and readers of messages: r3.envs.runner."""
+    from r3.envs import runner
 
-    return conversations(settings, *more)
-
-
-def message_reader(*given: Any) -> Any:
-    """What reads tool calls and reasoning in messages of the model (r3.envs.runner)."""
-    from r3.envs.runner import message_reader
-
-    return message_reader(*given)
+    return runner
 
 
-def environment_notes(env: EnvConfig, config: Config | None = None) -> list[str]:
-    """Load the class of an environment, and check the settings beside it (r3.envs.find)."""
-    from r3.envs.find import environment_notes
+def environments() -> ModuleType:
+    """Classes of environments, and the checks of `env`: r3.envs.find."""
+    from r3.envs import find
 
-    return environment_notes(env, config)
+    return find
 
 
 def workflow_episode() -> type[Any]:
@@ -186,11 +190,22 @@ def workflow_episode() -> type[Any]:
     return WorkflowEpisode
 
 
-def partial_source() -> type[Any]:
-    """The source of samples that goes on with conversations of earlier steps."""
-    from r3.partial.source import PartialSource
+def source_of_rounds(config: Config) -> type[Any]:
+    """The source of samples that refills a step, or goes on with conversations of earlier ones."""
+    if config.rollout.step_token_budget:
+        from r3.partial.source import PartialSource
 
-    return PartialSource
+        return PartialSource
+    from r3.partial.refill import RefillingSource
+
+    return RefillingSource
+
+
+def step_notes(*given: Any) -> Any:
+    """What a run says of the samples of its steps (r3.tools.beside.step_notes)."""
+    from r3.tools.beside.step_notes import StepNotes
+
+    return StepNotes(*given)
 
 
 def budgeted_episode() -> type[Any]:
@@ -219,6 +234,13 @@ def adapter_plan() -> ModuleType:
     from r3.lora import plan
 
     return plan
+
+
+def frozen_tensors(*given: Any) -> frozenset[str]:
+    """The tensors that `train.freeze` names (r3.lora.freeze)."""
+    from r3.lora.freeze import frozen_tensors
+
+    return frozen_tensors(*given)
 
 
 def quantised() -> ModuleType:
@@ -328,13 +350,6 @@ def check_judges(*given: Any) -> None:
     check_judges(*given)
 
 
-def check_command(*given: Any) -> None:
-    """Check `env.command` (r3.envs.find)."""
-    from r3.envs.find import check_command
-
-    check_command(*given)
-
-
 def check() -> ModuleType:
     """The report of `--check`, and the trial of users' functions."""
     from r3.tools import check
@@ -342,18 +357,11 @@ def check() -> ModuleType:
     return check
 
 
-def tensorboard(*given: Any) -> Any:
-    """The writer of TensorBoard's events (r3.tools.tensorboard)."""
-    from r3.tools.tensorboard import Events
+def tensorboard() -> ModuleType:
+    """The writer of TensorBoard's events, and samples as text: r3.tools.tensorboard."""
+    from r3.tools import tensorboard
 
-    return Events(*given)
-
-
-def sample_markdown(row: Mapping[str, Any]) -> str:
-    """A row of a dump as TensorBoard and trackers show it."""
-    from r3.tools.tensorboard import sample_markdown
-
-    return sample_markdown(row)
+    return tensorboard
 
 
 def tracker(config: Config, run_id: str) -> Any:
@@ -377,6 +385,13 @@ def proof() -> ModuleType:
     return proof
 
 
+def shadow_sample(*given: Any, turn: int) -> Any:
+    """Tokens that are scored with live routes too (r3.tools.mismatch.shadow)."""
+    from r3.tools.mismatch.shadow import shadow_sample
+
+    return shadow_sample(*given, turn=turn)
+
+
 def mismatch_watch() -> Any:
     """What compares the mismatch of a run's rows with each other (r3.tools.mismatch.jumps)."""
     from r3.tools.mismatch.jumps import MismatchWatch
@@ -384,11 +399,11 @@ def mismatch_watch() -> Any:
     return MismatchWatch()
 
 
-def library_rows(*given: Any) -> Any:
-    """The rows that a library reads or makes: r3.tools.library_rows."""
-    from r3.tools.library_rows import rows_of
+def sources() -> ModuleType:
+    """Rows of other sources than plain files of JSON: r3.tools.rows.sources."""
+    from r3.tools.rows import sources
 
-    return rows_of(*given)
+    return sources
 
 
 def record_samples(run: Any, step: int, *given: Any) -> None:
@@ -420,6 +435,13 @@ def terminal() -> ModuleType:
     return tables
 
 
+def fitted(text: str, width: int) -> str:
+    """Lines as a terminal shows them, broken between words (r3.tools.beside.lines)."""
+    from r3.tools.beside.lines import fitted
+
+    return fitted(text, width)
+
+
 def header(*given: Any) -> list[str]:
     """The lines that describe a run before its first step (r3.tools.beside.header)."""
     from r3.tools.beside.header import header
@@ -427,18 +449,11 @@ def header(*given: Any) -> list[str]:
     return header(*given)
 
 
-def says_finished(invocation: Any) -> bool:
-    """Whether all steps of a run are made; rank 0 says so (r3.tools.beside.result)."""
-    from r3.tools.beside.result import says_finished
+def result() -> ModuleType:
+    """What a run came to, and its last line: r3.tools.beside.result."""
+    from r3.tools.beside import result
 
-    return says_finished(invocation)
-
-
-def closing(*given: Any) -> str:
-    """The last line of a run (r3.tools.beside.result)."""
-    from r3.tools.beside.result import closing
-
-    return closing(*given)
+    return result
 
 
 def step_trace(folder: Any, step: int, rank: int) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from r3.runtime import fitted
+from r3.tools import fitted
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from r3.algo.sampling_mask import EMPTY, check_mask, of_rows
+from r3.algo.sampling_mask import EMPTY, check_mask
 from r3.types import Batch, MicroBatch, Rollout
 
 # Length of a micro-batch with nothing to train on: short, but not so short that kernels treat it as
@@ -252,45 +252,6 @@ def with_advantages(batch: Batch, advantages_R: torch.Tensor) -> Batch:
         advantages_N = torch.repeat_interleave(values, lengths) * one.loss_mask_N
         changed.append(replace(one, advantages_N=advantages_N))
     return replace(batch, micro_batches=tuple(changed))
-
-
-def part_of(
-    micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 0
-) -> tuple[MicroBatch, slice]:
-    """Return at least `tokens` consecutive tokens of a micro-batch, from the start of a sequence.
-
-    The last sequence may be cut: attention is causal, so its tokens keep their scores.
-
-    Args:
-        micro_batch: the micro-batch.
-        tokens: how many tokens are wanted.
-        multiple: what the number of tokens is a multiple of (see `Mesh.length_multiples`).
-        turn: the part starts at another sequence for another turn.
-
-    Returns:
-        The part, and the rows that it has of the micro-batch.
-    """
-    borders = micro_batch.cu_seqlens
-    size = min(-(-tokens // multiple) * multiple, borders[-1])
-    fitting = [number for number, at in enumerate(borders[:-1]) if at + size <= borders[-1]]
-    first = fitting[turn % len(fitting)]
-    start = borders[first]
-    inner = [at - start for at in borders[first:] if at < start + size]
-    rows = slice(start, start + size)
-    of_tokens = {
-        name: getattr(micro_batch, name)[rows]
-        for name in MicroBatch.__slots__
-        if name.endswith(("_N", "_NLK"))
-    }
-    part = replace(
-        micro_batch,
-        cu_seqlens=(*inner, size),
-        rollout_ids=micro_batch.rollout_ids[first : first + len(inner)],
-        prompt_ids=micro_batch.prompt_ids[first : first + len(inner)],
-        kept_ids=of_rows(micro_batch.kept_counts_N, micro_batch.kept_ids, rows)[1],
-        **of_tokens,
-    )
-    return part, rows
 
 
 def filler_micro_batch(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
+from r3 import extras
 from r3.checks.functions import (
     check_environment_file,
     check_environment_rewards,
@@ -18,7 +19,7 @@ from r3.checks.functions import (
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
 from r3.config.rules import Findings
 from r3.data.rows import Columns, Row, RowProblem, columns_of
-from r3.data.sources import FILES, ReadsRows, is_near, read_rows
+from r3.data.sources import FILES, ReadsRows, read_rows
 from r3.models.shape import ModelShape
 
 _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
@@ -55,7 +56,7 @@ def check_data(
     if (
         training
         and errors.sound("data.path", "rollout.prompts_per_step")
-        and all(map(is_near, training))
+        and all(map(extras.sources().is_near, training))
         and len(train) < config.rollout.prompts_per_step
     ):
         rule = (
@@ -70,7 +71,7 @@ def check_data(
 def _check_rows(
     path: str, columns: Columns, errors: Findings, name: str, read: ReadsRows
 ) -> list[Row]:
-    if not is_near(path):
+    if not extras.sources().is_near(path):
         return []
     rows, bad = read(path, columns)
     common = _faults_of_every_row(bad) if not rows else []

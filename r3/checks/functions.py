@@ -60,7 +60,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     if config.trains:
         collect(lambda: functions_of_algorithm(config.algo))
     if config.env.path and not config.env.command:
-        collect(lambda: notes.extend(extras.environment_notes(config.env, config)))
+        collect(lambda: notes.extend(extras.environments().environment_notes(config.env, config)))
     named = {spec: "eval.function" for spec in config.eval.function}
     named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
     collect(load_rewards, named | {spec: "reward.function" for spec in config.reward.function})
@@ -68,7 +68,9 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         for each in config.eval.sets:
             if ":" in each.env:
                 own = each.environment(config.env)
-                collect(partial(extras.environment_notes, own), {each.env: "eval.env"})
+                collect(
+                    partial(extras.environments().environment_notes, own), {each.env: "eval.env"}
+                )
     return notes
 
 
@@ -89,7 +91,7 @@ def check_environment_code(config: Config, errors: Findings) -> None:
     """The command or the file of the environment."""
     env = config.env
     if env.command:
-        extras.check_command(config, errors)
+        extras.environments().check_command(config, errors)
     if env.path and not env.command:
         check_environment_file(env.path, "env.path", errors)
 

@@ -13,7 +13,6 @@ from r3.errors import Problem
 from r3.models.files import AbsentWeightsError, checkpoint_faults
 from r3.models.hub import command, is_hub
 from r3.models.shape import ModelShape, ShapeError
-from r3.models.tensors import frozen_tensors
 from r3.user_code.loading import path_fix
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
@@ -29,7 +28,7 @@ def check_freeze(config: Config, errors: Findings, shape: ModelShape | None) -> 
     """`train.freeze` matches parameters of the model and leaves some to train."""
     if shape and config.train.freeze:
         try:
-            frozen_tensors(shape, config.train.freeze)
+            extras.frozen_tensors(shape, config.train.freeze)
         except Problem as error:
             errors.add("train.freeze", error.rule, error.fix, value=error.value)
 

@@ -6,6 +6,6 @@ __getattr__ = names_of(
     __name__,
     prompts=("DataError Dataset load_prompts prompts_from prompts_of_step source_labels turns"),
     rows="Columns Row RowProblem columns_of",
-    sources="files_of read_rows",
+    sources="read_rows",
     template="Renderer load_tokenizer",
 )

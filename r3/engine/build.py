@@ -38,16 +38,13 @@ class EngineConfigError(Explained):
     """vLLM built an engine whose routes, weights or log-probabilities cannot be trusted."""
 
 
-# What vLLM says where another process has memory, or takes some -> what that means for a user.
-_TAKEN = {
-    "Free memory on device": "the engine does not fit beside the other processes on this device",
-    "Memory usage increased after sleeping": "another process took memory of this device while the "
-    "engine gave up its own, which vLLM takes for its own mistake",
-}
-
-
 class DeviceMemoryError(Explained):
     """Another process has memory of the device that the engine needs."""
+
+    advice = (
+        "End the other processes, or use another device. engine.kv_cache_gib, or a smaller "
+        "engine.memory_fraction, lets the engine ask for less"
+    )
 
 
 def share_of_device(config: Config, shape: ModelShape, total_gib: float) -> float:
@@ -61,31 +58,6 @@ def share_of_device(config: Config, shape: ModelShape, total_gib: float) -> floa
         return engine.memory_fraction
     weights = shape.num_params * BYTES_OF[engine.dtype] / config.parallel.engine_tp
     return min(1.0, (weights / GIB + engine.kv_cache_gib) / total_gib)
-
-
-@contextmanager
-def neighbours_named(device: Device, share: float) -> Iterator[None]:
-    """Inside, an error of vLLM about other processes' memory names these and says what to do.
-
-    Args:
-        share: fraction of the device that the engine asks for.
-
-    Raises:
-        DeviceMemoryError: in the place of vLLM's error.
-    """
-    try:
-        yield
-    except (ValueError, AssertionError) as error:
-        reason = next((said for sign, said in _TAKEN.items() if sign in str(error)), "")
-        if not reason:
-            raise
-        free, total = device.memory_gib()
-        raise DeviceMemoryError(
-            f"{reason}. {free:.1f} of {total:.1f} GiB are free; the engine asks for "
-            f"{share * total:.1f}. On the device: {', '.join(device.processes()) or 'unknown'}. "
-            "End the other processes, or use another device. engine.kv_cache_gib, or a smaller "
-            "engine.memory_fraction, lets the engine ask for less"
-        ) from error
 
 
 def refuse_unfit(built: VllmConfig, config: Config) -> None:
@@ -235,7 +207,7 @@ def build_llm(
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `capturing` knows the first one
         arguments |= cuda_arguments(config, share)
     hooks = capturing(is_cuda=device.is_cuda) if capture else nullcontext()
-    with kept_process_state(), neighbours_named(device, share), hooks:
+    with kept_process_state(), extras.neighbours_named(device, share), hooks:
         llm: LLM = cpu.build(LLM, arguments) if cpu else LLM(**arguments)
     _unlink_message_queues()
     # From 0.31 on a forgotten engine would destroy the process group that it did not make.

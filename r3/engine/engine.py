@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from r3 import extras
-from r3.engine.build import build_llm, neighbours_named, share_of_device
+from r3.engine.build import build_llm, share_of_device
 from r3.engine.direct_weights import DirectWeights, WeightMismatch
 from r3.engine.route_slots import SlotRoutes
 from r3.engine.sampler import CaptureSpec, Sampler
@@ -72,7 +72,7 @@ class Sleeper:
         core = self._llm.llm_engine.engine_core.engine_core
         while core.batch_queue:
             self._llm.llm_engine.step()
-        with neighbours_named(self._device, self._share):
+        with extras.neighbours_named(self._device, self._share):
             self._llm.sleep(level=level)
         if self._cache:
             self._cache.free()

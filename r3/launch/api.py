@@ -108,7 +108,7 @@ def train(
     if ranks < 1:
         raise ConfigError.of("ranks", ranks, "must be at least 1", "leave it out")
     invocation = from_python(start, _named(settings or {}), world_size=ranks)
-    if not extras.says_finished(invocation):
+    if not extras.result().says_finished(invocation):
         _run(invocation)
     return _result(invocation.config)
 

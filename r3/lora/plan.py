@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import Config, LoraConfig, ParallelConfig
+from r3.lora.freeze import frozen_tensors
 from r3.models.files import header_of
 from r3.models.hub import is_hub
 from r3.models.shape import ModelShape, ShapeError
-from r3.models.tensors import conversion_rules, frozen_tensors
+from r3.models.tensors import conversion_rules
 
 BLOCK = 128
 """Values of a quantised base that share a factor."""

@@ -99,7 +99,7 @@ class Meter:
         self._writers = [tracker] if tracker else []
         if self._run_dir and config.log.tensorboard:
             self._writers.append(
-                extras.tensorboard(
+                extras.tensorboard().Events(
                     self._run_dir.tensorboard, first_step, config.eval.name, self.console.line
                 )
             )
@@ -241,7 +241,9 @@ class Meter:
             ordered = sorted(rows, key=lambda row: row["reward"])
             middle = ordered[len(rows) // 2]
             chosen = {"worst": ordered[0], "middle": middle, "best": ordered[-1]}
-            texts = {name: extras.sample_markdown(row) for name, row in chosen.items()}
+            texts = {
+                name: extras.tensorboard().sample_markdown(row) for name, row in chosen.items()
+            }
             for writer in self._writers:
                 writer.log_samples(texts, step)
 

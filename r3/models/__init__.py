@@ -7,5 +7,5 @@ __getattr__ = names_of(
     families="FAMILIES PROOFS implied_keys",
     files="checkpoint_faults checkpoint_tensors text_name weight_files",
     hf_checkpoint=("CheckpointReader joined read_small_files with_end_tokens write_checkpoint"),
-    tensors="Experts Kind Shard ShardId SyncPlan collect frozen_tensors",
+    tensors="Experts Kind Shard ShardId SyncPlan collect",
 )

@@ -1,4 +1,4 @@
-"""Partial rollouts: conversations that continue in a later step (`rollout.step_token_budget`)."""
+"""Steps of several rounds: partial rollouts, and dynamic sampling."""
 
 from r3 import names_of
 

@@ -26,8 +26,9 @@ from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
 from r3.partial import episode
 from r3.partial.episode import SuspendedConversation
+from r3.partial.refill import RefillingSource
 from r3.rollout.round import RoundResult
-from r3.rollout.step import BudgetError, Collected, RolloutSource
+from r3.rollout.step import BudgetError, Collected
 from r3.rollout.step_rewards import gather_rewards
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
@@ -180,7 +181,7 @@ def _read(content: bytes) -> PartialRollouts:
 # --- steps --------------------------------------------------------------------------------------
 
 
-class PartialSource(RolloutSource):
+class PartialSource(RefillingSource):
     """Gives each step the samples that it trains on, and keeps partial rollouts between steps."""
 
     def __init__(self, engine: Engine, task: Task, config: Config, mesh: Mesh) -> None:
@@ -226,6 +227,8 @@ class PartialSource(RolloutSource):
         If too few groups finish for the updates of the step, its conversations get the budget
         again.
         """
+        if self._config.algo.dynamic_sampling:
+            return super()._one_step(step, on_rollout)
         config, mesh, rollout = self._config, self._mesh, self._config.rollout
         gathered = mesh.world.all_gather_object((mesh.engine_dp.rank, self._partial.groups))
         waiting = sorted(group for _, groups in gathered for group in groups)

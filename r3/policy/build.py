@@ -416,7 +416,7 @@ def wrap(
     for each in chained(optimizer):
         for group in each.optimizer.param_groups:
             group["fused"] = True
-    extras.exchange_without_copies(wrapped)
+    extras.dispatch().exchange_without_copies(wrapped)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.

@@ -15,7 +15,6 @@ from r3.layers.layout import LocalTokens
 from r3.metrics.reduce import Mean, PerLayer, mismatch
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
-from r3.models.tensors import frozen_tensors
 from r3.policy.build import build_chunks, experts_kind, let_go, transformer_config, wrap
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
@@ -85,15 +84,13 @@ class Policy(ScoringPolicy):
         for adapters in self._adapters:
             adapters.start()
         # Parameters that the optimizer must not change. Those of a unit share one parameter.
-        names = frozen_tensors(shape, config.train.freeze)
-        at = {
-            parameter.data_ptr(): parameter for chunk in chunks for parameter in chunk.parameters()
-        }
-        self._untrained = [
-            at[slot.tensor.data_ptr()]
-            for slot in self.slots
-            if names.issuperset(slot.hf) and slot.tensor.data_ptr() in at and not self._adapters
-        ]
+        self._untrained: list[torch.Tensor] = []
+        if config.train.freeze and not self._adapters:
+            names = extras.frozen_tensors(shape, config.train.freeze)
+            own = (parameter for chunk in chunks for parameter in chunk.parameters())
+            at = {parameter.data_ptr(): parameter for parameter in own}
+            frozen = (slot.tensor.data_ptr() for slot in self.slots if names.issuperset(slot.hf))
+            self._untrained = [at[place] for place in frozen if place in at]
         self.update_number = 0
         self.is_onloaded = True
         # The reference policy: this shard's initial weights, on the host.

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 
+from r3 import extras
 from r3.algo.loss import kl_penalty
-from r3.algo.packing import part_of
 from r3.config import AlgoConfig, Config
-from r3.layers.layout import LocalTokens, local_rows
-from r3.metrics.reduce import Mean, mismatch, shadow
+from r3.layers.layout import LocalTokens
+from r3.metrics.reduce import Mean, mismatch
 from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.policy import Policy
 from r3.policy.scoring import TokenScores
 from r3.routing.ledger import routing_metrics
 from r3.routing.replay import Mode
-from r3.types import Batch, MicroBatch
+from r3.types import Batch
 
 ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
 Panel = Callable[..., Mapping[str, Any]]
@@ -81,7 +81,7 @@ def earlier_passes(
         recorded = scores.ledger.recorded if mode == "r2" else None
         passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
         report(
-            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
+            {f"mismatch/{name}": part for name, part in panel_of(policy, scores, mismatch).items()}
         )
         report(routing_metrics(scores.ledger))
     if algo.kl_coef:
@@ -135,7 +135,7 @@ def train_on(
     if every and (step - 1) % every == 0:
         total = sum(one.num_tokens for batch in batches for one in batch.micro_batches)
         tokens = math.ceil(config.replay.shadow_frac * total)
-        sample = _live(policy, first, tokens, turn=(step - 1) // every)
+        sample = extras.shadow_sample(policy, first, tokens, turn=(step - 1) // every)
     # Micro-batches whose old log-probabilities are those of their own update.
     unscored = 0 if _scores_first(config.algo, mode) else len(first)
     # Whether live and replayed routes were compared, at the rollout's weights.
@@ -189,58 +189,6 @@ def _scores_first(algo: AlgoConfig, mode: ReplayMode) -> bool:
     return mode == "r2" or (algo.takes_kl_from_reward and algo.correction != "bypass")
 
 
-@dataclass(kw_only=True)
-class _Sample:
-    """Tokens of one micro-batch of the first update, with live routes and with replayed ones.
-
-    They show what replay changes in this run. The replayed scores are those of the update itself.
-
-    Attributes:
-        number: of the micro-batch.
-        is_sampled_N: 1 at the sampled tokens among those of it that this rank computes.
-        live: metrics with live routes.
-        replayed: log-probabilities of update and engine, and 1 at tokens to compare, each [N].
-    """
-
-    number: int
-    is_sampled_N: torch.Tensor
-    live: dict[str, Any]
-    replayed: tuple[torch.Tensor, ...] = ()
-
-    def keep(self, number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
-        """Keep the update's scores of the sampled tokens."""
-        if number == self.number:
-            compared_N = tokens.loss_mask_N * tokens.current_N * self.is_sampled_N
-            self.replayed = (logprobs_N, tokens.rollout_logprobs_N, compared_N)
-
-    def metrics(self, policy: Policy) -> dict[str, Any]:
-        """Return partials of both kinds of routes and of the ratio, after the first update."""
-        if not policy.reports:
-            return {}
-        arms = {"replay": shadow(*self.replayed), "live": self.live}
-        # Both are over the same tokens: the ratio of sums is the ratio of means.
-        live, replay = arms["live"]["k3"], arms["replay"]["k3"]
-        return {"mismatch/k3_ratio": Mean(live.total, replay.total)} | {
-            f"mismatch/{name}_{arm}": part
-            for arm, panel in arms.items()
-            for name, part in panel.items()
-        }
-
-
-def _live(policy: Policy, first: Sequence[MicroBatch], tokens: int, *, turn: int) -> _Sample:
-    """Score a sample of the first update's tokens with live routes. All ranks must call."""
-    number, multiple = turn % len(first), policy.mesh.length_multiples[0]
-    part, rows = part_of(first[number], tokens, multiple=multiple, turn=turn)
-    is_sampled_N = torch.zeros(first[number].num_tokens)
-    is_sampled_N[rows] = 1.0
-    own = local_rows(first[number].cu_seqlens, policy.mesh.cp)
-    return _Sample(
-        number=number,
-        is_sampled_N=is_sampled_N[own].to(policy.device.torch),
-        live=_panel(policy, policy.score([part], mode="live"), shadow),
-    )
-
-
 def kl_of_rollouts(
     policy: Policy,
     batches: Sequence[Batch],
@@ -288,7 +236,7 @@ def kl_of_rollouts(
     return summed
 
 
-def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
+def panel_of(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
     """Return metrics over this rank's marked tokens: those that the present weights sampled."""
     if not policy.reports:
         return {}

@@ -3,7 +3,6 @@
 from r3.rollout.collect import (
     Collector,
     is_cut,
-    limit_notes,
     rollout_metrics,
     without_end,
 )

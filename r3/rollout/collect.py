@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -162,37 +161,6 @@ def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
         f"{' or '.join(setup.renderer.end_texts)}. See the samples (python -m r3.show): raise the "
         "limit, or correct eos_token_id in generation_config.json if the model ends otherwise"
     )
-
-
-def limit_notes(
-    cut: Sequence[bool], refused: Counter[str], said: set[str], limit: str, setup: ConversationSetup
-) -> list[str]:
-    """The notes that no response ended, and that calls of workflows gave no message.
-
-    Args:
-        cut: by response.
-        refused: such calls by cause.
-        said: what was said before, which is not said again; it gets what is new.
-    """
-    causes = {
-        "length": f"left no token to sample ({limit}, or the context; what comes between two "
-        "messages of the model counts too)",
-        "turns": "beyond env.max_turns",
-        "invalid": "with an argument, a message or a field that cannot be used",
-        "hung_up": "whose client hung up",
-    }
-    notes = []
-    if new := [cause for cause in causes if refused[cause] and cause not in said]:
-        told = ", ".join(f"{refused[cause]} {causes[cause]}" for cause in new)
-        notes.append(
-            f"calls of the model without a message: {told}. env/refused_* count them, and "
-            "python -m r3.show names them per sample"
-        )
-    if cut and all(cut) and "cut" not in said:
-        notes.append(without_end(len(cut), limit, setup))
-        new.append("cut")
-    said.update(new)
-    return notes
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, Any]:

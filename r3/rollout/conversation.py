@@ -132,11 +132,11 @@ class ConversationSetup:
         environments: Any = OneTurn(settings)
         chat = parser = None
         if not settings.is_one_turn:
-            environments, chat, parser = extras.conversations(
+            environments, chat, parser = extras.runner().conversations(
                 settings, renderer, tokenizer, model_path, template_kwargs
             )
         elif settings.tool_parser or settings.reasoning_parser:
-            parser = extras.message_reader(settings, tokenizer, template_kwargs)
+            parser = extras.runner().message_reader(settings, tokenizer, template_kwargs)
         return cls(
             environments=environments,
             tokenizer=tokenizer,

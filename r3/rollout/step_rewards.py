@@ -133,18 +133,18 @@ def reward_metrics(rewards: Sequence[Reward]) -> dict[str, Any]:
 
 
 def require_groups(
-    rewards: Sequence[Reward], *, step: int, sampled: int, needed: int, failure: str
+    rewards: Sequence[Reward], config: Config, *, step: int, sampled: int, failure: str
 ) -> None:
     """Check that enough groups are left for the updates of a step.
 
     Args:
         sampled: groups of the step before conversations that failed were dropped.
-        needed: updates of the step; a group is not split over several.
         failure: why the first of them failed.
 
     Raises:
         DroppedError: fewer groups are left.
     """
+    needed = config.train.updates_per_step  # a group is not split over several
     if (left := len(groups_of(rewards))) < needed:
         raise DroppedError(
             f"step {step}: {left} of {sampled} groups are left, and train.updates_per_step = "

@@ -6,6 +6,6 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
-    ledger="LedgerError admit captured_rows check_routes constant_layers reconcile routing_metrics",
+    ledger="LedgerError admit captured_rows check_routes reconcile routing_metrics",
     replay="Mode Replay RouterTap attach_replay",
 )

@@ -299,7 +299,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
     if run.device.rank == 0:
         step = run.meter.last_step if config.trains else run.opened.step
         seconds = time.perf_counter() - prepared.began
-        say(extras.closing(config, folder, seconds, step, run.meter.last_row))
+        say(extras.result().closing(config, folder, seconds, step, run.meter.last_row))
 
 
 def _build(prepared: Prepared) -> Session:

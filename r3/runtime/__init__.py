@@ -8,5 +8,5 @@ __getattr__ = names_of(
     limits="host_gib host_processors openmp_threads",
     process="die_with_parent importing",
     tensors="SideStream Stash ipc_arguments to_host",
-    terminal="fitted open_missing say visible",
+    terminal="open_missing say visible",
 )

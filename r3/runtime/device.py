@@ -9,8 +9,6 @@ import gc
 import logging
 import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import types
@@ -85,18 +83,9 @@ class Device:
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return pages / GIB, host_gib()
 
-    def processes(self) -> list[str]:
-        """Programs on this GPU as nvidia-smi lists them, with process id and memory.
-
-        Empty on CPU, without nvidia-smi, and where programs run in other containers.
-        """
-        program = shutil.which("nvidia-smi")
-        if not (self.is_cuda and program):
-            return []
-        query = ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory"]
-        query += ["--format=csv,noheader"]
-        listed = subprocess.run([program, *query], capture_output=True, text=True).stdout
-        return programs_on(str(torch.cuda.get_device_properties(self.torch).uuid), listed)
+    def uuid(self) -> str:
+        """What nvidia-smi calls the GPU, without its prefix."""
+        return str(torch.cuda.get_device_properties(self.torch).uuid)
 
     def fragmented_gib(self) -> float:
         """Memory in GiB that torch keeps on the device beyond its tensors; 0 on CPU.
@@ -117,21 +106,6 @@ class Device:
             return {}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         return {"CUDA": str(torch.version.cuda), "NCCL": nccl}
-
-
-def programs_on(uuid: str, listed: str) -> list[str]:
-    """The programs on one GPU among those that nvidia-smi lists.
-
-    Args:
-        uuid: of the GPU, without the prefix that nvidia-smi gives it.
-        listed: lines of "GPU, process id, name, memory".
-    """
-    rows = [line.split(", ") for line in listed.splitlines()]
-    return [
-        f"{name} (process {pid}{', this one' if pid == str(os.getpid()) else ''}, {memory})"
-        for gpu, pid, name, memory in (row for row in rows if len(row) == 4)
-        if gpu.removeprefix("GPU-") == uuid
-    ]
 
 
 def prepare_environment() -> None:

@@ -61,21 +61,6 @@ class PackingSpec:
         return not (self.filters_truncated and rollout.is_truncated)
 
     @classmethod
-    def of_pass(
-        cls,
-        config: Config,
-        layers: Sequence[int],
-        *,
-        captured: bool,
-        on_missing: Literal["error", "live"],
-    ) -> PackingSpec:
-        """Return the spec of one pass over all rollouts, without updates."""
-        tokens = config.train.micro_batch_tokens
-        return cls(
-            micro_batch_tokens=tokens, layers=layers, captured=captured, on_missing=on_missing
-        )
-
-    @classmethod
     def of_step(cls, config: Config, layers: Sequence[int], policy_version: int) -> PackingSpec:
         """Return the spec of a training step whose newest rollouts are of `policy_version`."""
         oldest = max(0, policy_version - config.rollout.max_staleness)

@@ -14,7 +14,11 @@ __getattr__ = names_of(
     proof="prove_sync prove_weights sample_single_turn turned",
     **{
         "beside.header": "frozen_lines",
+        "beside.lines": "fitted",
+        "beside.step_notes": "StepNotes constant_layers limit_notes",
+        "mismatch.shadow": "part_of",
         "mismatch.jumps": "MismatchWatch growth",
+        "rows.sources": "files_of",
         "view.runs": "read_run",
     },
 )

@@ -85,7 +85,7 @@ def call_lines(setup: ConversationSetup, tools: Sequence[Mapping[str, Any]]) -> 
         tokens = tokens[: ends[-1] + 1] if ends else tokens
         written = renderer.message_text(tokens)
         # A run of one turn reads no calls.
-        parser = setup.parser or extras.message_reader(
+        parser = setup.parser or extras.runner().message_reader(
             setup.environments.settings, setup.tokenizer, {}
         )
         read = parser(tools)(written, tokens).calls

@@ -10,7 +10,7 @@ from pathlib import Path
 from r3.algo.advantage import advantages_of
 from r3.config import Config
 from r3.rewards.scorer import Scorer
-from r3.rollout import NoSignalError, RolloutSource
+from r3.rollout import NoSignalError, rollout_source
 from r3.run import CheckpointFiles
 from r3.runtime.device import Device
 from r3.tools import trained_samples
@@ -78,7 +78,7 @@ def refills(device: Device) -> Refills:
         """Make steps; the checkpoint is read before the first, and written before the last."""
         results: dict[str, RefillStep] = {}
         task = replace(talker.task, prompts=prompts, scorer=Scorer.of_function(scorer))
-        source = RolloutSource(talker.engine, task, config, talker.mesh)
+        source = rollout_source(talker.engine, task, config, talker.mesh)
         for step in wanted:
             if checkpoint and step == wanted[0] > 1:
                 source.load_state_dict(CheckpointFiles(checkpoint))

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from r3 import extras
 from r3.backends import KnownShapes
 from r3.layers import packed_params
+from r3.lora import frozen_tensors
 from r3.metrics import DEPTHS
-from r3.models import CheckpointReader, frozen_tensors
+from r3.models import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy, chained
 from r3.policy.build import transformer_config

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from r3.algo.packing import part_of
 from r3.metrics import Mean, mismatch
 from r3.policy import Passes, Policy, policy_loss
 from r3.routing import routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
+from r3.tools import part_of
 from r3.types import Batch
 from tests.errors import message_of
 from tests.policies import (

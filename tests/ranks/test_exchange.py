@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3.extras import exchange_without_copies
+from r3.extras import dispatch
 from r3.runtime.device import Device
 from tests.errors import message_of
 from tests.policies import build
@@ -22,7 +22,7 @@ def exchanged(device: Device, dtype: str, ep: int) -> int:
     config = tiny_config(model={"dtype": dtype}, parallel={"ep": ep})
     _, policy = build(device, config)
     generator = torch.Generator().manual_seed(device.rank)
-    exchange_without_copies(policy.wrapped)
+    dispatch().exchange_without_copies(policy.wrapped)
     groups = [
         group
         for chunk in policy.wrapped
@@ -91,7 +91,7 @@ def scaled(device: Device) -> str:
     """What is said about a bucket whose gradients Megatron would scale."""
     _, policy = build(device, tiny_config())
     policy.wrapped[0].bucket_groups[0].buckets[0].gradient_scaling_factor = 0.5
-    return message_of(lambda: exchange_without_copies(policy.wrapped), AssertionError)
+    return message_of(lambda: dispatch().exchange_without_copies(policy.wrapped), AssertionError)
 
 
 def test_gradients_that_megatron_would_scale_are_refused() -> None:

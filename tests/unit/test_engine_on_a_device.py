@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from r3.backends.cuda import neighbours
 from r3.configs import KNOWN_SHAPES
 from r3.engine.build import (
     DeviceMemoryError,
     EngineConfigError,
     cuda_arguments,
-    neighbours_named,
     overrides,
     require_architecture,
     share_of_device,
@@ -23,7 +23,7 @@ from r3.engine.build import (
 from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime import say
-from r3.runtime.device import Device, programs_on
+from r3.runtime.device import Device
 from tests.errors import Patch
 from tests.families import family
 from tests.tiny import tiny_config
@@ -94,9 +94,6 @@ class Shared(Device):
     def memory_gib(self) -> tuple[float, float]:
         return 20.0, 80.0
 
-    def processes(self) -> list[str]:
-        return ["python (process 77, 59000 MiB)"]
-
 
 @pytest.mark.parametrize(
     ("error", "reason"),
@@ -105,16 +102,19 @@ class Shared(Device):
         (AssertionError("Memory usage increased after sleeping."), "another process took memory"),
     ],
 )
-def test_errors_about_other_processes_name_them(error: Exception, reason: str) -> None:
+def test_errors_about_other_processes_name_them(
+    error: Exception, reason: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(neighbours, "processes", lambda _: ["python (process 77, 59000 MiB)"])
     here: dict[str, Any] = dict(rank=0, local_rank=0, world_size=1, host="here")
     device = Shared(torch=torch.device("cuda", 0), is_cuda=True, **here)
-    with pytest.raises(DeviceMemoryError) as found, neighbours_named(device, 0.6):
+    with pytest.raises(DeviceMemoryError) as found, neighbours.neighbours_named(device, 0.6):
         raise error
     said = str(found.value)
     assert reason in said and "python (process 77, 59000 MiB)" in said
     assert "20.0 of 80.0 GiB are free; the engine asks for 48.0" in said
     other = type(error)("of another kind")
-    with pytest.raises(type(error)) as kept, neighbours_named(device, 0.6):
+    with pytest.raises(type(error)) as kept, neighbours.neighbours_named(device, 0.6):
         raise other
     assert kept.value is other
 
@@ -122,7 +122,7 @@ def test_errors_about_other_processes_name_them(error: Exception, reason: str) -
 def test_programs_of_one_gpu_are_listed() -> None:
     mine = os.getpid()
     listed = f"GPU-a, 7, python, 10 MiB\nGPU-b, 8, python, 20 MiB\nGPU-a, {mine}, r3, 30 MiB\n"
-    assert programs_on("a", listed + "No running processes found\n") == [
+    assert neighbours.programs_on("a", listed + "No running processes found\n") == [
         "python (process 7, 10 MiB)",
         f"r3 (process {mine}, this one, 30 MiB)",
     ]

@@ -4,7 +4,7 @@ import pytest
 
 from r3.assets import TINY_MOE
 from r3.config import Config, TrainConfig, fixed_changes
-from r3.models import frozen_tensors
+from r3.lora import frozen_tensors
 from r3.models.shape import ModelShape
 from r3.tools import frozen_lines
 from tests.settings import found

@@ -15,10 +15,10 @@ from r3.algo.packing import (
     filler_routes,
     pack,
     packing_efficiency,
-    part_of,
     plan_updates,
     with_advantages,
 )
+from r3.tools import part_of
 from r3.types import Batch, MicroBatch, Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout

@@ -14,6 +14,7 @@ from r3.models.shape import ModelShape
 from r3.partial import (
     PartialRollouts,
     assign_engines,
+    episode,
     from_state_dict,
     resumable,
     source,
@@ -58,7 +59,7 @@ def suspended(
     return source.SuspendedConversation(
         prompt=PROMPTS[group],
         rollout=rollout_of(group, sample_index, policy_version, *later),
-        progress=source.episode.Progress(
+        progress=episode.Progress(
             seed_origin=(policy_version + 1, group),
             max_tokens_total=60,
             turns=2,

@@ -11,8 +11,9 @@ import pytest
 
 from r3.assets import TINY_MOE
 from r3.models.shape import ModelShape
-from r3.routing import check_routes, constant_layers
+from r3.routing import check_routes
 from r3.runtime.mesh import Axis
+from r3.tools import constant_layers
 from r3.types import Rollout, RouteError
 from tests.tiny import random_rollouts
 

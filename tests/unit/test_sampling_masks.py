@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from r3.algo.packing import pack, part_of
+from r3.algo.packing import pack
 from r3.algo.sampling_mask import of_rows
 from r3.engine import CaptureSpec, Sampled, Transcript
 from r3.models.shape import ModelShape
+from r3.tools import part_of
 from r3.types import MicroBatch, Rollout, SamplingMask
 from tests.tiny import MOE, QUESTION, coded_rollout, tiny_config
 

@@ -18,8 +18,9 @@ import pytest
 from r3 import extras
 from r3.cli.parse import parse
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
-from r3.data import Columns, DataError, columns_of, files_of, load_prompts, read_rows
+from r3.data import Columns, DataError, columns_of, load_prompts, read_rows
 from r3.rollout import read_task
+from r3.tools import files_of
 from tests.errors import Patch
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import found

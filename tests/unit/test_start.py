@@ -20,14 +20,14 @@ import pytest
 from r3 import assets
 from r3.config import Config, ConfigError, with_values
 from r3.data import DataError, prompts_of_step
-from r3.extras import check, closing, machine
+from r3.extras import check, machine
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout import EnvironmentFailed, Task, read_task
 from r3.run import RunDir
 from r3.runtime import importing
 from r3.runtime.device import writable_caches
-from r3.tools.beside.result import result
+from r3.tools.beside.result import closing, result
 from tests.errors import Patch
 from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config

@@ -16,7 +16,6 @@ from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.rollout import (
     DroppedError,
-    RolloutSource,
     gather_rewards,
     groups_with_loss,
     groups_with_signal,
@@ -25,7 +24,7 @@ from r3.rollout import (
 )
 from r3.runtime.mesh import Axis
 from r3.sync import PackingSpec, gather_lengths
-from r3.tools import trained_samples
+from r3.tools import StepNotes, trained_samples
 from r3.types import Batch, Rollout, Sample
 from r3.user_code import advantage_of
 from tests.errors import Capsys
@@ -176,33 +175,32 @@ def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
     assert made[:2] == [0.0, 0.0] and made[2] < 0 < made[3]
 
 
-def source(config: Config = CONFIG) -> RolloutSource:
-    """A source of rollouts that is asked for its warnings alone: without an engine."""
-    parts: Any = SimpleNamespace(is_leader=True, world=ALONE, engine_dp=ALONE, shape=SHAPE)
-    parts.conversation_setup = parts.scorer = None
-    return RolloutSource(parts, parts, config, parts)
+def notes(config: Config = CONFIG) -> StepNotes:
+    """What says the warnings of a run of one rank."""
+    parts: Any = SimpleNamespace(world=ALONE, shape=SHAPE)
+    return StepNotes(parts, config, parts)
 
 
 def test_a_step_without_signal_is_said_at_first_and_every_tenth(capsys: Capsys) -> None:
-    of_run = source()
+    of_run = notes()
     flat, mixed = (
         gathered(collected(rewards=each)) for each in ((1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0))
     )
     said = {}
     # Steps 3 and 4 have no signal, nor have steps 6 to 26.
     for step in range(1, 27):
-        of_run._warn_without_signal(step, mixed if step in (1, 2, 5) else flat)
+        of_run.signal(step, mixed if step in (1, 2, 5) else flat)
         if text := capsys.readouterr().err:
             said[step] = text
     first = "step 3: all 2 groups have equal rewards: rewards taught nothing. The questions are all"
     assert list(said) == [3, 15, 25] and said[3].startswith(first)
     assert "equal rewards, as in the 9 steps before: rewards taught" in said[15]
     assert "equal rewards, as in the 19 steps before: rewards taught" in said[25]
-    whitened = source(with_algo(advantage="reinforce_pp"))
-    whitened._warn_without_signal(1, flat)
+    whitened = notes(with_algo(advantage="reinforce_pp"))
+    whitened.signal(1, flat)
     assert not capsys.readouterr().err, "its advantages compare groups"
-    taught = source(with_algo(teacher=("folder",)))
-    taught._warn_without_signal(1, flat)
+    taught = notes(with_algo(teacher=("folder",)))
+    taught.signal(1, flat)
     assert not capsys.readouterr().err, "a teacher teaches all groups"
 
 
@@ -210,10 +208,10 @@ def test_routers_that_send_all_tokens_the_same_way_are_said_once(capsys: Capsys)
     working, collapsed = random_rollouts(SHAPE, (40, 41)), random_rollouts(SHAPE, (40, 41))
     for rollout in collapsed:
         rollout.routed_experts[:] = np.arange(SHAPE.topk)
-    of_run, layers, experts = source(), SHAPE.moe_layers, list(range(SHAPE.topk))
+    of_run, layers, experts = notes(), SHAPE.moe_layers, list(range(SHAPE.topk))
     counted = {}
     for step, made in enumerate((working, collapsed, collapsed), 1):
-        (part,) = of_run._routes(step, made).values()
+        (part,) = of_run.routes(step, made).values()
         counted[step] = type(part).reduce([part]), capsys.readouterr().err
     assert counted[1] == (0.0, "") and counted[3] == (len(layers), ""), "and goes on"
     assert counted[2][0] == len(layers)
@@ -276,15 +274,19 @@ def test_kl_is_taken_from_the_rewards_that_advantages_are_made_of() -> None:
     assert [each.advantage for each in dumped] == [0.5, -0.5, 0.0, 0.0]
 
 
+def of_updates(count: int) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, updates_per_step=count))
+
+
 @pytest.mark.parametrize("rewards", [(), (1.0, 0.0)])
 def test_a_step_of_dropped_rollouts_ends_with_the_reason(rewards: tuple[float, ...]) -> None:
     left = gathered(collected((9, 30)[: len(rewards)], rewards))
     why = "prompt 3, sample 1: the environment failed (KeyError: 'city')"
     with pytest.raises(DroppedError) as error:
-        require_groups(left, step=4, sampled=8, needed=2, failure=why)
+        require_groups(left, of_updates(2), step=4, sampled=8, failure=why)
     assert f"step 4: {len(rewards) // 2} of 8 groups are left" in str(error.value)
     assert str(error.value).endswith(f"The first failure:\n  {why}")
-    require_groups(left, step=4, sampled=8, needed=len(rewards) // 2, failure="")
+    require_groups(left, of_updates(len(rewards) // 2), step=4, sampled=8, failure="")
 
 
 # --- episodes of several sequences --------------------------------------------------------------

@@ -14,7 +14,8 @@ from r3.config import EnvConfig, RewardConfig
 from r3.engine import Turn
 from r3.envs import is_workflow
 from r3.rewards.scorer import make_scorer
-from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut, limit_notes
+from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut
+from r3.tools import limit_notes
 from r3.types import Rollout
 from r3.user_code import load
 from tests.rounds import numbered, play_round

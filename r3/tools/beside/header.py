@@ -9,18 +9,17 @@ from math import prod
 
 from r3 import extras
 from r3.config import Config, EnvConfig
-from r3.data.sources import files_of
 from r3.models.shape import ModelShape
-from r3.models.tensors import frozen_tensors
 from r3.rollout.task import Task
 from r3.run.open import Opened
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.tools.rows.sources import files_of
 
 
 def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[tuple[str, str]]:
     """The lines of the header about the routers and about `train.freeze`."""
-    names = frozen_tensors(shape, patterns)
+    names = extras.frozen_tensors(shape, patterns)
     ending = f".{shape.moe_names.router}.weight"
     router = {name for name in shape.tensor_shapes if name.endswith(ending)}
     trained = "trained" if not router & names else "frozen" if router <= names else "partly frozen"

@@ -24,7 +24,8 @@ from r3.metrics.console import (
     step_line,
     with_evaluation,
 )
-from r3.runtime.terminal import fitted, out, visible
+from r3.runtime.terminal import out, visible
+from r3.tools.beside.lines import fitted
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from r3 import extras
 from r3.config import Config
-from r3.data.sources import bytes_of
 from r3.models.files import checkpoint_tensors
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError
 from r3.tools.planning.parameters import (
@@ -25,6 +24,7 @@ from r3.tools.planning.parameters import (
     stacked_experts,
     trained_per_rank,
 )
+from r3.tools.rows.sources import bytes_of
 
 GIB = 2**30
 PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")

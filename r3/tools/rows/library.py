@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from r3.config.arguments import argument_value, arguments_fault
-from r3.data.sources import Numbered, imported, is_saved
+from r3.data.sources import Numbered
 from r3.errors import Fault
 
 
@@ -28,6 +29,24 @@ def rows_of(source: str, folder: Path | None, split: str) -> Numbered:
         return _saved(folder, split)
     fix = "give its files, or a folder that datasets can load"
     return _load_dataset(str(folder), None, split or "train", fix)
+
+
+def imported(name: str, rule: str) -> Any:
+    """Import a module that some sources need.
+
+    Raises:
+        Fault: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0].replace("_", "-")
+        raise Fault(rule, f"pip install {package}") from None
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `datasets` saved it (save_to_disk)."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _datasets() -> Any:
