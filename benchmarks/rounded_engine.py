@@ -10,7 +10,6 @@ policy after a sync.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +85,4 @@ if __name__ == "__main__":
     _build, Engine.__init__ = Engine.__init__, build  # type: ignore[method-assign]
     heldout.evaluate = Rounding.silent(heldout.evaluate)
     proof.prove_sync = Rounding.silent(proof.prove_sync)
-    # Near ties flip without rounding too: with live routes one decoded token may differ by more
-    # than 1. All weights are still compared.
-    proof.sync_tolerance = lambda _config: math.inf
     train.main()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from r3 import assets
 from r3.engine.direct_weights import DERIVED
 from r3.runtime.device import Device
 from r3.sync import State, SyncError
@@ -79,6 +80,30 @@ def kept_tensors(device: Device, *, model: str, dtype: str) -> Proofs:
         with_turned = decoded()
     back = all(torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True))
     return Proofs(weights=weights, decoded=messages, sound=sound, turned=with_turned, back=back)
+
+
+def live_routes(device: Device, *, dtype: str) -> tuple[float, str]:
+    """Prove a sync of a model with near ties whose routes are not captured.
+
+    Returns:
+        The proof's figure after the sync, and its message after the policy changed alone.
+    """
+    half = {"dtype": dtype}
+    config = tiny_config(assets.TINY_MOE_TIES, model=half, engine=half, replay={"mode": "off"})
+    world = World(device, config)
+    prompts = world.task.prompts.prompts[:32]
+    world.sync(0)
+    assert not world.engine.capture
+
+    def proof() -> float:
+        return prove_sync(world.engine, world.policy, prompts, config, world.mesh)
+
+    sound = proof()
+    if dtype == "float32":
+        world.perturb()
+        return sound, message_of(proof, SyncError)
+    with turned(world.policy, world.stream):
+        return sound, message_of(proof, SyncError)
 
 
 def kinds(net: Any) -> list[str]:
