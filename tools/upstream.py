@@ -98,6 +98,13 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "completion": ("vllm.outputs.CompletionOutput",),
     },
     "r3/backends/cpu/engine.py": _LLM,
+    "r3/backends/kept_tokens.py": _LLM
+    | {
+        "runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+        "_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+        "sampler": ("vllm.v1.sample.sampler.Sampler",),
+        "input_batch": ("vllm.v1.worker.gpu_input_batch.InputBatch",),
+    },
     "r3/engine/route_slots.py": _LLM
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
@@ -111,7 +118,8 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "kv_cache_manager": ("vllm.v1.core.kv_cache_manager.KVCacheManager",),
         "blocks": ("vllm.v1.core.kv_cache_manager.KVCacheBlocks",),
     },
-    "r3/engine/weight_push.py": _LLM
+    "r3/engine/weight_push.py": _LLM,
+    "r3/engine/reload.py": _LLM
     | {"info": ("vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",)},
     "r3/policy/memory.py": {
         "chunk": _MODELS["chunk"],
