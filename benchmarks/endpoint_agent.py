@@ -11,7 +11,7 @@ MAX_CALLS = 8  # more than env.max_turns: the endpoint ends a conversation that 
 
 
 class Agent:
-    """Lives the episodes of a rank, many at once."""
+    """Runs the episodes of a rank, many at once."""
 
     async def run(self, task: dict[str, Any], model: Any) -> None:
         """Talk until the calculator has nothing to say; reward.function scores the last message."""

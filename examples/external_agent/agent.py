@@ -19,7 +19,7 @@ def compute(left: str, operator: str, right: str) -> int:
 
 
 class Agent:
-    """Lives all episodes of a rank, many at once."""
+    """Runs all episodes of a rank, many at once."""
 
     async def run(self, task: dict[str, Any], model: Any) -> tuple[float, dict[str, int]]:
         client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, timeout=600.0)

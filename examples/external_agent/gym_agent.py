@@ -14,7 +14,7 @@ SIZE = 4096
 
 
 class Agent:
-    """Lives all episodes of a rank; it generates the questions once."""
+    """Runs all episodes of a rank; it generates the questions once."""
 
     def __init__(self) -> None:
         self.questions = reasoning_gym.create_dataset(

@@ -57,7 +57,7 @@ class EmbeddedModel(OpenAIModel):  # type: ignore[misc]
 
 
 class Agent:
-    """Lives all episodes of a rank, each in a thread."""
+    """Runs all episodes of a rank, each in a thread."""
 
     def run(self, task: dict[str, Any], model: Any) -> tuple[float, dict[str, int]]:
         policy = EmbeddedModel(

@@ -1,7 +1,7 @@
 """Environments of verifiers 0.4 as they are: their tasks, harnesses, tools and rubrics.
 
     python examples/verifiers/agent.py calculator 64 > rows.jsonl       rows that name the tasks
-    --env.command "VENV/bin/python examples/verifiers/agent.py:Agent"   one process lives them
+    --env.command "VENV/bin/python examples/verifiers/agent.py:Agent"   one process runs them
 
 The arguments of the class are the `[env]` table of a verifiers config. The weighted sum of a
 task's rewards is the reward, and its metrics and single rewards are metrics. It imports nothing of
@@ -23,7 +23,7 @@ os.environ |= {key: f"{here}{os.pathsep}{os.environ.get(key, '')}" for key, here
 
 
 class Agent:
-    """Lives the episodes of one environment."""
+    """Runs the episodes of one environment."""
 
     def __init__(self, **env: Any) -> None:
         self.config = resolve_env_config(env)

@@ -79,7 +79,7 @@ class EnvConfig:
     (docs/workflows.md)."""
     command: str = ""
     """An agent in another process that calls the model by OpenAI's API (docs/endpoint.md). With
-    `PYTHON agent.py:Class`, one process per engine lives all episodes. Any other command runs once
+    `PYTHON agent.py:Class`, one process per engine runs all episodes. Any other command runs once
     per episode and writes its reward to R3_RESULT_FILE. No shell runs it."""
     listen: str = setting(
         "127.0.0.1",

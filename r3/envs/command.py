@@ -1,7 +1,7 @@
 """Agents in other processes that use OpenAI's API: one per episode, or one that stays.
 
     --env.command "python agent.py"          started for each episode
-    --env.command "python agent.py:Agent"    a class: one process per rank lives all episodes
+    --env.command "python agent.py:Agent"    a class: one process per rank runs all episodes
 
 A command of the first kind gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, finds the row in
 the JSON file R3_TASK_FILE, and writes its reward as JSON to R3_RESULT_FILE. The class has a method
@@ -56,7 +56,7 @@ def split(command: str) -> tuple[list[str], int]:
 
 
 def stays(command: str) -> bool:
-    """Whether a command names a class, whose process lives all episodes."""
+    """Whether a command names a class, whose process runs all episodes."""
     return split(command)[1] >= 0
 
 
@@ -142,11 +142,11 @@ class Resident:
 
 
 class _Process:
-    """An agent's process, with the episodes that it lives."""
+    """An agent's process, with the episodes that it runs."""
 
     @classmethod
     async def of_loop(cls, command: str, arguments: dict[str, Any], access: Access) -> _Process:
-        """Return the process that lives episodes now; start it first, or again."""
+        """Return the process that runs episodes now; start it first, or again."""
         guard = _Guard.of_loop()
         key = command, json.dumps(arguments, default=str)
         async with guard.starts:

@@ -22,7 +22,7 @@ _END_S = 3.0  # for agents to clean up when the run is over
 
 
 class Host:
-    """Lives episodes, several at once: those of an `async def run` on one event loop, those of a
+    """Runs episodes, several at once: those of an `async def run` on one event loop, those of a
     plain `run` in threads.
     """
 
