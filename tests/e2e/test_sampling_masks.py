@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from r3 import assets
 from tests.e2e import mask_cases as cases
 from tests.e2e.capture_cases import SMALL_CACHE_GIB
 from tests.e2e.mask_cases import Masked
+from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -39,6 +41,16 @@ def test_with_masks_the_mismatch_is_rounding(layout: str) -> None:
         assert each.k3_moved >= SHOWS
         assert each.gain <= 1e-6  # a part of the vocabulary never weighs more than all of it
     assert max(each.most for each in results) <= 20
+
+
+# Thirteen families by hand: k3 of 8e-15 to 3e-11 with masks, 1.2 to 2.2 without.
+@pytest.mark.parametrize("family", ["deepseek_v3", "granitemoe"])
+def test_masks_of_other_families_leave_rounding(family: str, tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "model", family, **engine_sizes(family))
+    (each,) = found(model=str(folder))
+    # Latent attention rounds more: 3e-11 was measured.
+    assert each.k3 <= 1e-9 and each.k3_dropped >= 0.1
+    assert each.k3_moved >= SHOWS
 
 
 def test_masks_of_several_turns_leave_observations_alone() -> None:
