@@ -1,7 +1,6 @@
 """The command line: help, dry runs, own settings, and one message with exit code 2."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -689,12 +688,21 @@ def test_a_device_gives_the_verdict_and_a_search_gives_flags(capsys: Capsys) -> 
     assert "device memory = '0.0 GiB': " in refusal(capsys, *words)
 
 
-SIZE = re.compile(r"^\| `(\S+)` \| `(\d+x\d+)` \| `(.+)` \|$", re.MULTILINE)
-SIZES = SIZE.findall((ROOT / "docs/clusters.md").read_text(encoding="utf-8"))
+BIG = "qwen3-moe-30b-a3b"
+PLANNED = (
+    ("qwen3-0.6b", "1x40", "--model.recompute none"),
+    (BIG, "8x141", "--model.recompute none"),
+    (BIG, "8x80", "--parallel.tp 2 --parallel.ep 4 --model.recompute none "
+    "--train.optimizer streamed --parallel.engine_tp 2"),
+    (BIG, "32x80", "--parallel.tp 2 --parallel.ep 16 --model.recompute none "
+    "--engine.memory_fraction 0.85"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("preset", "devices", "flags"), SIZES)
-def test_sizes_in_pages_are_planned(preset: str, devices: str, flags: str, capsys: Capsys) -> None:
+@pytest.mark.parametrize(("preset", "devices", "flags"), PLANNED)
+def test_presets_are_planned_for_devices(
+    preset: str, devices: str, flags: str, capsys: Capsys
+) -> None:
     assert f"\n1. {flags}\n" in printed(capsys, preset, "--plan-for", devices)
 
 
