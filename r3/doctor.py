@@ -32,7 +32,7 @@ from r3.engine import Sampling, sampling_seed
 from r3.metrics.reduce import DEPTHS
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
-from r3.rollout.conversation import ConversationSetup
+from r3.rollout.conversation_setup import ConversationSetup
 from r3.rollout.task import read_task
 from r3.routing.replay import Mode, RouterTap
 from r3.run.folder import RunDir

@@ -185,7 +185,7 @@ def environments() -> ModuleType:
 
 def workflow_episode() -> type[Any]:
     """The class of a workflow's episode."""
-    from r3.envs.episode import WorkflowEpisode
+    from r3.envs.workflow_episode import WorkflowEpisode
 
     return WorkflowEpisode
 
@@ -210,7 +210,7 @@ def step_notes(*given: Any) -> Any:
 
 def budgeted_episode() -> type[Any]:
     """The class of an episode that a token budget may interrupt."""
-    from r3.partial.episode import BudgetedEpisode
+    from r3.partial.budgeted import BudgetedEpisode
 
     return BudgetedEpisode
 
@@ -287,7 +287,7 @@ def judge(name: str, spec: str, settings: RewardConfig, **more: Any) -> Any:
 
 def reward_model(settings: RewardConfig) -> Any:
     """The model that `reward.function model` asks."""
-    from r3.judges.model import RewardModel
+    from r3.judges.reward_model import RewardModel
 
     return RewardModel(settings)
 

@@ -21,7 +21,7 @@ from r3.checks.functions import (
     check_rewards,
     load_files,
 )
-from r3.checks.model import check_freeze, check_model
+from r3.checks.model_files import check_freeze, check_model
 from r3.config import SETTINGS, Config, Problem, key_problems
 from r3.config.layout import check_layout, check_lengths
 from r3.config.rules import (

@@ -31,7 +31,7 @@ __getattr__ = names_of(
     __name__,
     **{"apis.common": "ApiError", "apis.tokens": "token_bytes"},
     calculator="Calculator evaluate",
-    calls="Environment checked_step",
+    environment="Environment checked_step",
     chat="Chat",
     command="Command Resident",
     endpoint="host_of serve",

@@ -134,7 +134,7 @@ class Resident:
         async with serve(model) as access:
             process = await _Process.of_loop(self._command, self._arguments, access)
             try:
-                return checked(await process.live(task, access))
+                return checked(await process.run_episode(task, access))
             except CallError as error:
                 if access.limit is not None:
                     raise access.limit from None
@@ -182,7 +182,7 @@ class _Process:
         self._say(arguments)
         self._reader = asyncio.create_task(self._read())
 
-    async def live(self, task: Prompt, access: Access) -> Any:
+    async def run_episode(self, task: Prompt, access: Access) -> Any:
         """Pass an episode on; return what the class returned for it.
 
         Raises:

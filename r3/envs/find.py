@@ -10,7 +10,7 @@ from typing import Any, cast
 from r3.config import Config, ConfigError, EnvConfig, Problem
 from r3.config.rules import Findings
 from r3.envs.calculator import Calculator
-from r3.envs.calls import Environment
+from r3.envs.environment import Environment
 from r3.envs.guess_number import GuessNumber
 from r3.user_code.loading import Wanted, load_functions
 

@@ -43,13 +43,13 @@ class Host:
         order = json.loads(line)
         number = order.pop("episode")
         if order:
-            self._tasks[number] = asyncio.ensure_future(self._live(number, **order))
+            self._tasks[number] = asyncio.ensure_future(self._run_episode(number, **order))
         else:
             if number in self._tasks:
                 self._tasks[number].cancel()
             self.say(episode=number, result=None)  # a sign of life
 
-    async def _live(self, number: int, task: Any, **access: str) -> None:
+    async def _run_episode(self, number: int, task: Any, **access: str) -> None:
         try:
             run, model = self._agent.run, SimpleNamespace(**access)
             if inspect.iscoroutinefunction(run):
@@ -89,13 +89,13 @@ def load(spec: str) -> Any:
     return getattr(module, name)
 
 
-async def serve(agent: Any, given: IO[bytes], output: int) -> None:
+async def serve(agent: Any, orders: IO[bytes], output: int) -> None:
     """Serve episodes until the input ends, with the run or its rank."""
     host, loop, over = Host(agent, output), asyncio.get_running_loop(), asyncio.Event()
     host.say(ready=True)
 
     def read() -> None:
-        for line in given:
+        for line in orders:
             loop.call_soon_threadsafe(host.take, line)
         loop.call_soon_threadsafe(over.set)
 
@@ -107,13 +107,13 @@ async def serve(agent: Any, given: IO[bytes], output: int) -> None:
 
 def main() -> None:
     """Keep input and output for R3, load the class, and serve."""
-    given, output = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    orders, output = os.fdopen(os.dup(0), "rb"), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     del sys.argv[0]
-    asyncio.run(serve(load(sys.argv[0])(**json.loads(given.readline())), given, output))
+    asyncio.run(serve(load(sys.argv[0])(**json.loads(orders.readline())), orders, output))
 
 
 if __name__ == "__main__":

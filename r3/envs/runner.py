@@ -14,8 +14,8 @@ from r3 import extras
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
-from r3.envs.calls import Environment, Source, announced, call, call_async, call_in_worker
 from r3.envs.chat import Chat
+from r3.envs.environment import Environment, Source, announced, call, call_async, call_in_worker
 from r3.envs.find import find, is_workflow
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.types import Message, Prompt
@@ -48,7 +48,7 @@ class Environments:
     Attributes:
         tools: JSON schemas for the chat template.
         stop: strings that end a turn, from the environment and `env.stop`.
-        one_turn, is_workflow: False, see `r3.rollout.conversation.OneTurn`.
+        one_turn, is_workflow: False, see `r3.rollout.conversation_setup.OneTurn`.
         has_failed: whether a failure of a conversation was shown; the first one is.
     """
 

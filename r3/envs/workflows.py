@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
-from r3.envs.calls import announced, require_same
+from r3.envs.environment import announced, require_same
 from r3.envs.workflow import Model, ModelLimit, Workflow
 from r3.metrics.glossary import checked_metrics
 from r3.runtime.device import has_gpu
@@ -150,7 +150,7 @@ class Workflows:
         settings: `env.*`. `env.timeout_s` is the limit of an episode's own time (`OwnTime`).
         tools: JSON schemas for the chat template.
         stop: strings that end a message, from the class and `env.stop`.
-        one_turn, is_workflow: see `r3.rollout.conversation.OneTurn`.
+        one_turn, is_workflow: see `r3.rollout.conversation_setup.OneTurn`.
         has_failed: whether a failure of an episode was shown; the first one is.
         wake: put anything into it to end a wait of `poll`.
     """

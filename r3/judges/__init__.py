@@ -5,6 +5,6 @@ from r3 import names_of
 __getattr__ = names_of(
     __name__,
     chat="parsed",
-    model="Batches RewardModel",
+    reward_model="Batches RewardModel",
     self_judge="SelfJudge",
 )

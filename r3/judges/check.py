@@ -8,7 +8,7 @@ from pathlib import Path
 
 import regex
 
-from r3.checks.model import add_fault, has_chat_template, local_folder
+from r3.checks.model_files import add_fault, has_chat_template, local_folder
 from r3.config import Config, RewardConfig
 from r3.config.rules import Findings
 from r3.models.files import checkpoint_tensors

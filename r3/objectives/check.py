@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from r3.checks.model import add_fault, local_folder
+from r3.checks.model_files import add_fault, local_folder
 from r3.config import Config, Problem
 from r3.config.layout import check_layout
 from r3.config.rules import Findings

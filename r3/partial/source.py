@@ -24,8 +24,8 @@ from r3.config import Config
 from r3.data.prompts import run_prompts
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
-from r3.partial import episode
-from r3.partial.episode import SuspendedConversation
+from r3.partial import budgeted
+from r3.partial.budgeted import SuspendedConversation
 from r3.partial.refill import RefillingSource
 from r3.rollout.round import RoundResult
 from r3.rollout.step import BudgetError, Collected
@@ -160,8 +160,8 @@ class _Unpickler(pickle.Unpickler):
         match module, name:
             case "r3.rollout.partial", "PartialRollouts":
                 return PartialRollouts
-            case "r3.rollout.conversation", "SuspendedConversation" | "Progress":
-                return getattr(episode, name)
+            case "r3.rollout.conversation" | "r3.partial.episode", _:
+                return getattr(budgeted, name)
             case "r3.rollout.collected_rollouts", "CollectedRollouts":
                 return _Before
         return super().find_class(module, name)

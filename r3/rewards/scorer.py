@@ -389,7 +389,7 @@ def make_scorer(
     Args:
         functions: used instead of those of training, all with weight 1.
         others: names and paths of other scorers' functions, for which `reward.args` may be too.
-        model: the `r3.judges.model.RewardModel`, if a function is "model".
+        model: the `r3.judges.reward_model.RewardModel`, if a function is "model".
         renderer: the policy's chat template, if a function is "self_judge".
 
     Raises:

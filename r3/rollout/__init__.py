@@ -6,7 +6,7 @@ from r3.rollout.collect import (
     rollout_metrics,
     without_end,
 )
-from r3.rollout.conversation import (
+from r3.rollout.conversation_setup import (
     ConversationRules,
     ConversationSetup,
     EnvironmentFailed,

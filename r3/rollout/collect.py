@@ -12,7 +12,7 @@ from r3.engine import Engine, Sampling
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum, means
 from r3.rewards.scorer import Scorer
-from r3.rollout.conversation import ConversationRules, ConversationSetup
+from r3.rollout.conversation_setup import ConversationRules, ConversationSetup
 from r3.rollout.round import Round, RoundResult
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout, Sample

@@ -1,7 +1,7 @@
 """One sample of a prompt: its token sequences, and the calls of the model that extend them.
 
 An environment answers the model's messages, so its conversation is one sequence that grows at the
-end. A workflow calls the model itself and may begin several (`r3.envs.episode`).
+end. A workflow calls the model itself and may begin several (`r3.envs.workflow_episode`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from r3.data.rendering import TemplateFault
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.metrics.glossary import REFUSED
 from r3.rewards.scorer import RewardResult
-from r3.rollout.conversation import (
+from r3.rollout.conversation_setup import (
     CHARACTERS_PER_TOKEN,
     ConversationRules,
     num_characters,

@@ -16,7 +16,7 @@ from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, means
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector, is_cut, without_end
-from r3.rollout.conversation import ConversationSetup
+from r3.rollout.conversation_setup import ConversationSetup
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout, Sample
 

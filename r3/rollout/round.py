@@ -14,7 +14,7 @@ from r3.engine import Sampled, Turn
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import RewardResult, Scorer
-from r3.rollout.conversation import ConversationRules, EnvironmentFailed
+from r3.rollout.conversation_setup import ConversationRules, EnvironmentFailed
 from r3.rollout.episode import Call, EnvironmentEpisode, Episode
 from r3.runtime.terminal import say
 from r3.types import Prompt, Rollout, Sample

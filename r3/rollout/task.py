@@ -19,7 +19,7 @@ from r3.data.sources import ReadsRows, read_once
 from r3.data.template import tokenizer_of
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.conversation import ConversationSetup
+from r3.rollout.conversation_setup import ConversationSetup
 from r3.rollout.heldout import HeldOut
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib

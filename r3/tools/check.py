@@ -10,7 +10,7 @@ import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.rewards.scorer import RewardError, RewardResult, Scorer
-from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
+from r3.rollout.conversation_setup import ConversationSetup, EnvironmentFailed
 from r3.rollout.episode import message_of
 from r3.rollout.task import Task
 from r3.tools.check_messages import check_messages

@@ -9,7 +9,7 @@ from r3 import extras
 from r3.data.conversation import is_learned, tool_name
 from r3.data.rendering import TemplateFault
 from r3.data.template import Renderer
-from r3.rollout.conversation import ConversationSetup
+from r3.rollout.conversation_setup import ConversationSetup
 from r3.rollout.task import Task
 from r3.types import Message, Prompt
 

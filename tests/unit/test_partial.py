@@ -14,7 +14,7 @@ from r3.models.shape import ModelShape
 from r3.partial import (
     PartialRollouts,
     assign_engines,
-    episode,
+    budgeted,
     from_state_dict,
     resumable,
     source,
@@ -59,7 +59,7 @@ def suspended(
     return source.SuspendedConversation(
         prompt=PROMPTS[group],
         rollout=rollout_of(group, sample_index, policy_version, *later),
-        progress=episode.Progress(
+        progress=budgeted.Progress(
             seed_origin=(policy_version + 1, group),
             max_tokens_total=60,
             turns=2,
@@ -155,7 +155,8 @@ def test_a_checkpoint_of_the_version_before_is_read(
     for now, then in (
         (b"r3.partial.source\nPartialRollouts", b"r3.rollout.partial\nPartialRollouts"),
         (b"r3.partial.source\n_Before", b"r3.rollout.collected_rollouts\nCollectedRollouts"),
-        (b"r3.partial.episode\n", b"r3.rollout.conversation\n"),
+        (b"r3.partial.budgeted\nS", b"r3.rollout.conversation\nS"),
+        (b"r3.partial.budgeted\nP", b"r3.partial.episode\nP"),
     ):
         assert now in content
         content = content.replace(now, then)

@@ -15,7 +15,7 @@ from r3.config import Config
 from r3.metrics.glossary import REFUSED
 from r3.metrics.reduce import Mean
 from r3.rollout.collect import is_cut, without_end
-from r3.rollout.conversation import ConversationSetup
+from r3.rollout.conversation_setup import ConversationSetup
 from r3.rollout.round import RoundResult
 from r3.rollout.step_rewards import groups_of, groups_with_signal
 from r3.rollout.task import Task

@@ -29,7 +29,7 @@ from r3.envs.options import plain_message, sampling_faults
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
 from r3.envs.workflows import OwnTime, Workflows
-from r3.rollout.conversation import (
+from r3.rollout.conversation_setup import (
     CHARACTERS_PER_TOKEN,
     num_characters,
     readable_message,
