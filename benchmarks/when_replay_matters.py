@@ -25,6 +25,10 @@ of a run that made no step or that a signal ended: its machine failed.) A cell s
 matters if live routing collapses in more seeds than replay does, or if the 95 % interval of the
 difference of the final rewards (the mean of the last 20 steps, replay - live, over paired seeds,
 Student's t) does not contain 0. Where that interval lies below 0, replay loses.
+
+Added with the second seed: a processor that rounds otherwise makes another run of the same seed, so
+a pair is two runs of one seed with one kind of instructions. A seed that two processors ran is
+two runs, and one pair: the mean of its differences.
 """
 
 from __future__ import annotations
@@ -80,7 +84,11 @@ COLORS = {
     "r2": ("#d9822b", "s"),
     "r3": ("#1f5fa8", "o"),
     "live + TIS": ("#2e8b57", "^"),
+    "live + IcePop": ("#2e8b57", "s"),
+    "live + MIS": ("#2e8b57", "x"),
     "live + dual clip": ("#8e44ad", "v"),
+    "r3 + TIS": ("#1f5fa8", "^"),
+    "live, routers frozen": ("#444444", "*"),
 }
 # Student's t, two sides, 95 %, by degrees of freedom: seeds - 1.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
@@ -183,13 +191,13 @@ def is_there(
 
 
 def first(lines: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Return the newest run of each cell, arm and seed that has these steps, cut to them."""
+    """Return the newest run of each cell, arm, seed and processor that has these steps, cut."""
     newest: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["steps"] >= steps:
             cut = {name: line.get(name, [])[:steps] for name in METRICS}
             ended = line["error"] if len(cut["optim/grad_norm"]) < steps else ""
-            place = json.dumps([line["cell"], line["arm"], line["seed"]])
+            place = json.dumps([line["cell"], line["arm"], line["seed"], line["cpu"]])
             newest[place] = {**line, **cut, "error": ended}
     return list(newest.values())
 
@@ -297,28 +305,30 @@ def table(lines: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
     rows = [
         f"The first {steps} steps of each run.",
         "",
-        "| model | bits | updates | rate | tokens | agreement | arm | collapsed | final reward "
-        "| less live | gradient, p99 / median | largest |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | bits | updates | rate | tokens | agreement | arm | seeds | collapsed "
+        "| final reward | less live, in pairs | replay | gradient, p99 / median | largest |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     found = first(lines, steps)
     for cell in CELLS:
         of_cell = [line for line in found if line["cell"] == asdict(cell)]
         captured = [line for line in of_cell if line["arm"].startswith("r3")]
         agreed = [line["routing/agreement"][0] for line in captured if line["routing/agreement"]]
-        live = {line["seed"]: final(line) for line in of_cell if line["arm"] == "live"}
+        live = [line for line in of_cell if line["arm"] == "live"]
         for arm in ARMS:
-            runs = [line for line in of_cell if line["arm"] == arm]
+            runs = sorted((line for line in of_cell if line["arm"] == arm), key=by_seed)
             if not runs:
                 continue
-            pairs = [final(line) - live[line["seed"]] for line in runs if line["seed"] in live]
+            less = [*differences(runs, live).values()]
             columns = [
                 *map(str, asdict(cell).values()),
                 f"{fmean(agreed):.2f}" if agreed else "-",
                 arm,
+                ", ".join(f"{line['seed']}" for line in runs),
                 f"{sum(map(bool, map(collapsed, runs)))} of {len(runs)}",
                 interval([final(line) for line in runs]),
-                interval(pairs) if arm != "live" else "-",
+                interval(less) if arm != "live" else "-",
+                verdict(runs, live) if arm in ("r2", "r3") else "-",
                 ", ".join(f"{spread(line['optim/grad_norm']):.1f}" for line in runs),
                 ", ".join(f"{max(line['optim/grad_norm'], default=0):.3g}" for line in runs),
             ]
@@ -326,21 +336,63 @@ def table(lines: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
     return rows
 
 
+def by_seed(line: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """Sort runs by seed, then by processor."""
+    return line["seed"], line["cpu"]
+
+
+def pairs(
+    runs: Iterable[Mapping[str, Any]], live: Iterable[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return each run with the live one of its seed and kind of processor, where there is one."""
+    of_live = {json.dumps(by_seed(line)): line for line in live}
+    places = ((line, json.dumps(by_seed(line))) for line in runs)
+    return [(line, of_live[place]) for line, place in places if place in of_live]
+
+
+def differences(
+    runs: Iterable[Mapping[str, Any]], live: Iterable[Mapping[str, Any]]
+) -> dict[int, float]:
+    """Return by seed how far the final reward is above that of live routing."""
+    of_seed: dict[int, list[float]] = {}
+    for line, other in pairs(runs, live):
+        of_seed.setdefault(line["seed"], []).append(final(line) - final(other))
+    return {seed: fmean(values) for seed, values in of_seed.items()}
+
+
+def verdict(runs: Iterable[Mapping[str, Any]], live: Iterable[Mapping[str, Any]]) -> str:
+    """Return what the rule says of an arm that replays."""
+    both = pairs(runs, live)
+    if not both:
+        return "no pair"
+    broken = [sum(bool(collapsed(pair[side])) for pair in both) for side in (0, 1)]
+    less = [*differences(runs, live).values()]
+    middle, half = fmean(less), half_interval(less)
+    says = ["matters"] if broken[1] > broken[0] or middle - half > 0 else []
+    return ", ".join([*says, *(["loses reward"] if middle + half < 0 else [])]) or "no difference"
+
+
 def final(line: Mapping[str, Any]) -> float:
     """Return the mean reward of a run's last steps."""
     return fmean(line["reward/mean"][-FINAL:]) if line["reward/mean"] else float("nan")
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean; infinite with one value."""
+    if len(values) < 2:
+        return float("inf")
+    return T95.get(len(values) - 1, 2.0) * stdev(values) / len(values) ** 0.5
 
 
 def interval(values: Sequence[float]) -> str:
     """Return mean and half of the 95 % interval, which takes two values."""
     if len(values) < 2:
         return f"{values[0]:+.3f} (1 seed)" if values else "-"
-    half = T95.get(len(values) - 1, 2.0) * stdev(values) / len(values) ** 0.5
-    return f"{fmean(values):+.3f} ± {half:.3f}"
+    return f"{fmean(values):+.3f} ± {half_interval(values):.3f}"
 
 
 def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
-    """Draw the gradient norms of the first cell by step, and each run's p99 / median by cell."""
+    """Draw the gradient norms of the first cell, each run's p99 / median, and rewards less live."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -349,35 +401,61 @@ def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "r3", "font.size": 9})
     found = first(lines, steps)
     cells = [cell for cell in CELLS if any(line["cell"] == asdict(cell) for line in found)]
-    figure, (curves, cellmap) = plt.subplots(
-        1, 2, figsize=(10, 1.6 + 0.42 * len(cells)), layout="constrained"
+    places = [
+        (cell, arm, sorted(runs, key=by_seed))
+        for cell in cells
+        for arm in ARMS
+        if (runs := [line for line in found if (line["cell"], line["arm"]) == (asdict(cell), arm)])
+    ]
+    figure, (curves, norms, rewards) = plt.subplots(
+        1, 3, figsize=(11, 1.6 + 0.22 * len(places)), layout="constrained", width_ratios=(3, 3, 2)
     )
+    live = {cell: runs for cell, arm, runs in places if arm == "live"}
     labelled: set[str] = set()
-    for line in found:
-        color, mark = COLORS.get(line["arm"], ("#777777", "D"))
-        place = next(n for n, cell in enumerate(cells) if asdict(cell) == line["cell"])
-        offset = 0.12 * (list(ARMS).index(line["arm"]) - 1)
-        label = line["arm"] if line["arm"] not in labelled else None
-        labelled.add(line["arm"])
-        cellmap.plot(
-            spread(line["optim/grad_norm"]), place + offset, mark, color=color, ms=5, label=label
-        )
-        if line["cell"] == asdict(FIRST):
-            norms = line["optim/grad_norm"]
-            curves.plot(range(1, len(norms) + 1), norms, color=color, linewidth=1, alpha=0.8)
-    curves.set(yscale="log", xlabel="step", ylabel="gradient norm", title=words_of(FIRST))
-    cellmap.set(xscale="log", xlabel="gradient norm, 99th percentile / median", title="Every run")
-    cellmap.set_yticks(range(len(cells)), [words_of(cell) for cell in cells], fontsize=8)
-    cellmap.invert_yaxis()
-    cellmap.axvline(10, color="#777777", linewidth=0.8, linestyle="--")
-    cellmap.legend(fontsize=8, frameon=False)
+    for row, (cell, arm, runs) in enumerate(places):
+        color, mark = COLORS[arm]
+        label = arm if arm not in labelled else None
+        labelled.add(arm)
+        spreads = [spread(line["optim/grad_norm"]) for line in runs]
+        norms.plot(spreads, [row] * len(runs), mark, color=color, ms=5, label=label)
+        less = [*differences(runs, live.get(cell, ())).values()] if arm != "live" else []
+        rewards.plot(less, [row] * len(less), mark, color=color, ms=4, alpha=0.5)
+        if len(less) > 1:
+            rewards.errorbar(fmean(less), row, xerr=half_interval(less), color=color, capsize=3)
+        if cell == FIRST and arm in ("live", "r2", "r3"):
+            for line in runs:
+                steps_made = range(1, len(line["optim/grad_norm"]) + 1)
+                curves.plot(steps_made, line["optim/grad_norm"], color=color, linewidth=1)
+    curves.set(yscale="log", xlabel="step", ylabel="gradient norm", title="First cell, each seed")
+    norms.set(xscale="log", xlabel="gradient norm, p99 / median", title="Each run")
+    rewards.set(xlabel="final reward, less live", title="Pairs, and their 95 % interval")
+    borders = [n for n, place in enumerate(places) if n == 0 or place[0] != places[n - 1][0]]
+    for axis in (norms, rewards):
+        axis.set_ylim(len(places) - 0.5, -0.5)
+        for row in borders[1:]:
+            axis.axhline(row - 0.5, color="#cccccc", linewidth=0.8)
+    norms.set_yticks(borders, [words_of(places[row][0]) for row in borders], fontsize=8)
+    norms.get_yticklabels()[0].set_verticalalignment("top")
+    rewards.set_yticks([])
+    norms.axvline(10, color="#777777", linewidth=0.8, linestyle="--")
+    rewards.axvline(0, color="#777777", linewidth=0.8, linestyle="--")
+    figure.legend(
+        *norms.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=9,
+        fontsize=8,
+        frameon=False,
+    )
     figure.savefig(path, metadata={"Date": None})
 
 
 def words_of(cell: Cell) -> str:
-    """Return a cell in one line."""
+    """Return a cell by what it changes of the first; the first by all that it has."""
     rate = f"{cell.lr:.0e}".replace("e-0", "e-")
-    return f"{cell.model}, {cell.bits} bits, {cell.updates} updates, {rate}, {cell.tokens} tokens"
+    texts = {"model": cell.model, "bits": f"{cell.bits} bits", "updates": f"{cell.updates} updates"}
+    texts |= {"lr": f"rate {rate}", "tokens": f"{cell.tokens} tokens"}
+    changed = [name for name in texts if getattr(cell, name) != getattr(FIRST, name)]
+    return "\n".join(texts[name] for name in changed or texts)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A loss and an advantage of a user's file: found, called with their arguments, and refused."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,16 @@ import pytest
 import torch
 
 from r3 import checks, extras
-from r3.algo.loss import Bounds, pg
+from r3.algo.loss import CORRECTIONS, LOSSES, Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError
+from r3.layers import LocalTokens
+from r3.metrics import mismatch
+from r3.policy import Passes, policy_loss
 from r3.rollout import read_task
 from r3.run import failure_text
+from r3.runtime.mesh import Axis
 from r3.tools import example_inputs, example_rewards
+from r3.types import Batch
 from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
 
@@ -182,3 +188,74 @@ def test_check_runs_the_contract(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"algo\.loss = .*breaks 'does not depend on how seq"):
         list(check_task(task, AlgoConfig(loss=f"{file}:averaged")))
     task.close()
+
+
+# --- corrections, as other projects' users report them ------------------------------------------
+
+
+def corrected(log_w: list[float], **algo: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gradient of the loss of two sequences, of which the second is one token, and statistics."""
+    length, num_loss = len(log_w), len(log_w) - 1
+    mu_N, off = torch.full((length,), -1.0), torch.zeros(length)
+    mask_N = torch.ones(length).index_fill(0, torch.tensor(num_loss - 1), 0.0)
+    weights_N = mask_N / torch.tensor([num_loss - 1.0] * num_loss + [1.0])
+    tokens = LocalTokens(
+        tokens_N=off,
+        targets_N=off,
+        positions_N=off,
+        loss_mask_N=mask_N,
+        sampled_N=mask_N > 0,
+        current_N=mask_N > 0,
+        rollout_logprobs_N=mu_N,
+        advantages_N=mask_N,
+        sequence_weights_N=weights_N,
+        cu_seqlens=(0, num_loss, length),
+        routes_NLK=off,
+        captured_N=off,
+        num_captured=0,
+        real_N=off,
+        num_real=0,
+        depths_ND=off,
+        kept=None,
+    )
+    old_N = mu_N + torch.tensor(log_w)
+    logprobs_N = (old_N + 0.1).requires_grad_()
+    batch = Batch(micro_batches=(), num_loss_tokens=num_loss, num_sequences=2)
+    loss, stats = policy_loss(
+        tiny(**algo), batch, tokens, Axis.of("cp", None), logprobs_N, Passes(old=[old_N])
+    )
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    return gradient_N, stats
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "minirl"])
+def test_a_correction_reaches_every_loss_and_aggregation(loss: str, aggregation: str) -> None:
+    log_w = [0.1, -1.5, 0.8, -10.0, 0.3, 0.0, 2.0]
+    plain_N, _ = corrected(log_w, loss=loss, aggregation=aggregation)
+    for name in CORRECTIONS:
+        gradient_N, stats = corrected(log_w, loss=loss, aggregation=aggregation, correction=name)
+        weights_N = stats["weight"]
+        # float32: one product more
+        torch.testing.assert_close(gradient_N, weights_N * plain_N, rtol=1e-6, atol=0)
+        assert not gradient_N[weights_N == 0].any()
+        assert (stats["cut"] * (weights_N == 0)).sum() == (weights_N[[0, 1, 2, 3, 4, 6]] == 0).sum()
+    assert plain_N.count_nonzero() == 6
+
+
+def test_masked_tokens_stay_in_denominators_and_weights_are_reported_twice() -> None:
+    # Ratios 1.11, 0.22, 2.23, 0.00005 and 1.35, bounds 0.5 and 2; log-ratio 0 has no loss here.
+    log_w = [0.1, -1.5, 0.8, -10.0, 0.3, 0.0]
+    gradient_N, stats = corrected(
+        [*log_w, 0.0], correction="token_mis", correction_low=0.5, loss="pg"
+    )
+    assert stats["cut"].tolist() == [0, 1, 1, 1, 0, 0, 0]
+    # -A w / 6 at six loss tokens, of which three have the weight 0
+    expected = [-(math.exp(value) if value in (0.1, 0.3) else 0.0) / 6 for value in log_w[:5]]
+    assert gradient_N[:5].tolist() == pytest.approx(expected, rel=1e-6)
+    # Raw weights 0.607, 12.18, 0.819: their mean is 4.54, and 0.475 with IcePop's bounds.
+    raw = torch.tensor([0.606531, 12.182494, 0.818731])
+    _, stats = corrected([*raw.log().tolist(), 0.0, 0.0], correction="icepop")
+    assert float(stats["weight"][:3].mean()) == pytest.approx(0.475087, rel=1e-5)
+    mean = mismatch(raw.log(), torch.zeros(3), torch.ones(3))["weight"]
+    assert mean.reduce([mean]) == pytest.approx(4.535918, rel=1e-5)
