@@ -14,8 +14,7 @@ one when it is needed, and says when that is.
 | `tools.beside` | every start: warnings, header, last line, needs of the machine; users' code |
 | `tools.beside.digests` | every start: what changed since the run was started |
 | `tools.beside.processes` | worker processes for users' code, and for math |
-| `tools.beside.tables` | a terminal as stdout |
-| `tools.beside.lines` | a terminal as stdout or stderr |
+| `tools.beside.tables`, `tools.beside.lines` | a terminal as stdout, or stderr |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watchdog` | every start: stalls are reported (`debug.stall_s`) or end it |
 | `tools.tensorboard` | `log.tensorboard` |
@@ -27,15 +26,14 @@ one when it is needed, and says when that is.
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `tools.rows` | rows of all but a file of JSON: tables, folders, parts, `hub:`, `gym:` |
 | `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
+| `curriculum` | several sources in `data.path`, `data.curriculum` |
 | `partial` | `rollout.step_token_budget`, `algo.dynamic_sampling` |
 | `lora` | `lora.rank`, `train.freeze` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
 | `objectives` | `train.objective` sft and distill, `algo.teacher` |
 | `judges` | `reward.function` http, self_judge, model, math, gym |
 | `backends` | `model.experts` fused; exchanges between ranks; `parallel.cp`, `parallel.pp` |
-| `backends` | `train.optimizer` streamed |
-| `backends` | models with windows, sinks or gated delta layers |
-| `backends` | `rollout.top_k` |
+| `backends` | `train.optimizer` streamed, `rollout.top_k`; windows, sinks, gated delta layers |
 | `engine.reload` | an engine whose layers have no plain layout |
 | `backends.cpu` | ranks on CPU |
 | `backends.cuda` | ranks on CUDA |
@@ -190,15 +188,17 @@ def workflow_episode() -> type[Any]:
     return WorkflowEpisode
 
 
-def source_of_rounds(config: Config) -> type[Any]:
-    """The source of samples that refills a step, or goes on with conversations of earlier ones."""
+def source_of(config: Config, plain: Any) -> Any:
+    """The source of samples: `plain`, or one that refills or resumes; each may follow rates."""
     if config.rollout.step_token_budget:
-        from r3.partial.source import PartialSource
+        from r3.partial.source import PartialSource as plain
+    elif config.algo.dynamic_sampling:
+        from r3.partial.refill import RefillingSource as plain
+    if config.data.is_followed:
+        from r3.curriculum.source import followed
 
-        return PartialSource
-    from r3.partial.refill import RefillingSource
-
-    return RefillingSource
+        return followed(plain)
+    return plain
 
 
 def step_notes(*given: Any) -> Any:

@@ -41,6 +41,9 @@ def check_data(
         rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
         fix = "give one per path, or none: rows of all paths then form one pool"
         errors.add("data.weights", rule, fix)
+    if data.curriculum and (len(data.curriculum) != 2 or data.curriculum[0] >= data.curriculum[1]):
+        rule = "must be two pass rates, the lower one first"
+        errors.add("data.curriculum", rule, "use 0 1, or none for no curriculum")
     train = [
         row
         for path in dict.fromkeys(training)

@@ -24,6 +24,17 @@ class DataConfig:
         (), gt=0, fix="leave out the path that should not be sampled", needs="training sources"
     )
     """Sampling weights of the paths, one per path. Empty: rows of all paths form one pool."""
+    curriculum: tuple[float, ...] = setting(
+        (),
+        ge=0,
+        le=1,
+        fix="0 1 holds back rows that are always wrong or always right",
+        needs="rollouts",
+    )
+    """Two pass rates, LOW HIGH. A row is passed over for a while after at most LOW or at least HIGH
+    of its responses were right. Empty: no curriculum."""
+    curriculum_rest: int = setting(4, ge=1, needs="data.curriculum")
+    """Epochs for which data.curriculum passes a row over before it is sampled again."""
     prompt_key: str = "question"
     """Column with the question (text) or the conversation so far (a list of messages). a.b reaches
     into nested objects."""
@@ -62,6 +73,11 @@ class DataConfig:
     def has_one_source(self) -> bool:
         """Whether all rows come from one source."""
         return len(self.path) == 1
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the pass rates of rows or sources are followed (`r3.curriculum`)."""
+        return len(self.path) > 1 or bool(self.curriculum)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,12 +233,21 @@ def turns(weights: Sequence[float], places: int) -> list[int]:
     return counts
 
 
+def epoch_order(size: int, seed: Sequence[int], epoch: int) -> Any:
+    """Return the order of an epoch of a pool: a permutation of its places.
+
+    Args:
+        seed: of the run, and the number of the source if sources have weights.
+    """
+    return np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(size)
+
+
 def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> list[Prompt]:
     """Return places start to stop - 1 of the epochs of this pool."""
     drawn: list[Prompt] = []
     while start + len(drawn) < stop:
         epoch, place = divmod(start + len(drawn), len(prompts))
-        order = np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(len(prompts))
+        order = epoch_order(len(prompts), seed, epoch)
         drawn += [prompts[index] for index in order[place : place + stop - start - len(drawn)]]
     return drawn
 

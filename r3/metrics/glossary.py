@@ -1,6 +1,7 @@
 """Which metrics there are: R3's own, explained in `glossary.txt`, and those that users report.
 
-A key of `glossary.txt` may have a placeholder: SET is a held-out set, COMPONENT a reward function,
+A key of `glossary.txt` may have a placeholder: SET is a held-out set, SOURCE a source
+of rows, COMPONENT a reward function,
 NAME a metric of a user's function (`env/NAME`, `reward/NAME`), LAYER a decoder layer, K a number,
 DEPTH a range of positions in the conversation.
 """
@@ -21,6 +22,7 @@ REFUSED = {cause: f"env/refused_{cause}" for cause in _CAUSES}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _FILLED = {
     "SET": "[A-Za-z0-9_.-]+",
+    "SOURCE": "[A-Za-z0-9_.-]+",
     "COMPONENT": r"\w+",
     "NAME": r"[A-Za-z]\w*",
     "LAYER": "[0-9]+",

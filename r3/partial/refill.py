@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 
 from r3.algo.advantage import Reward
-from r3.data.prompts import run_prompts
 from r3.metrics.reduce import Mean
 from r3.rollout.round import RoundResult
 from r3.rollout.step import Collected, NoSignalError, RolloutSource
@@ -47,7 +46,7 @@ class RefillingSource(RolloutSource):
         chosen: list[int] = []
         for _ in range(1 + config.algo.dynamic_sampling):
             missing = wanted - len(chosen)
-            prompts = run_prompts(self._task.prompts, config, taken + sampled, missing)
+            prompts = self._prompts(taken + sampled, missing)
             collected, _ = self._round(step, prompts, on_rollout, first_group=sampled)
             rounds.append(collected)
             gathered.append(gather_rewards(collected.samples, mesh.world, config))

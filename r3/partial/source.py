@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from r3.config import Config
-from r3.data.prompts import run_prompts
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
 from r3.partial import budgeted
@@ -237,7 +236,7 @@ class PartialSource(RefillingSource):
         for engine, groups in gathered:
             loads[engine] += len(groups)
         count = rollout.prompts_per_step - len(waiting)
-        prompts = run_prompts(self._task.prompts, config, partial.prompts_taken, count)
+        prompts = self._prompts(partial.prompts_taken, count)
         engines = assign_engines(loads, count)
         indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
         suspended, finished, rounds, dropped = partial.suspended, partial.finished, [], 0

@@ -8,7 +8,7 @@ from typing import Any
 from r3 import extras
 from r3.algo.advantage import Reward
 from r3.config import Config
-from r3.data.prompts import step_prompts
+from r3.data.prompts import run_prompts
 from r3.engine import Engine, Sampling
 from r3.errors import Explained
 from r3.rollout.collect import Collector, rollout_metrics
@@ -21,9 +21,6 @@ from r3.rollout.step_rewards import (
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Sample
-
-_TAKEN = "prompts_taken.json"  # in checkpoints of runs with dynamic sampling
-_MANY_STEPS = 10  # steps in a row without signal after which the warning is repeated
 
 
 class NoSignalError(Explained):
@@ -41,9 +38,8 @@ of everything that was sampled."""
 
 def rollout_source(engine: Engine, task: Task, config: Config, mesh: Mesh) -> RolloutSource:
     """Return what gives each step its samples."""
-    has_rounds = config.rollout.step_token_budget or config.algo.dynamic_sampling
-    kind = extras.source_of_rounds(config) if has_rounds else RolloutSource
-    return kind(engine, task, config, mesh)
+    source: RolloutSource = extras.source_of(config, RolloutSource)(engine, task, config, mesh)
+    return source
 
 
 class RolloutSource:
@@ -97,9 +93,14 @@ class RolloutSource:
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Continue from the files of a checkpoint by name."""
 
+    def _prompts(self, start: int, count: int) -> list[Prompt]:
+        """Return the next prompts, of which the steps so far took `start`."""
+        return run_prompts(self._task.prompts, self._config, start, count)
+
     def _one_step(self, step: int, on_rollout: Callable[[], None]) -> Collected:
         """Sample the prompts of the step, and train on all of them."""
-        config, prompts = self._config, step_prompts(self._task.prompts, self._config, step)
+        config, count = self._config, self._config.rollout.prompts_per_step
+        prompts = self._prompts((step - 1) * count, count)
         collected, failure = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected.samples, self._mesh.world, config)
         require_groups(rewards, config, step=step, sampled=len(prompts), failure=failure)

@@ -1,0 +1,9 @@
+"""Pass rates per source, and a curriculum by the pass rates of rows."""
+
+from r3 import names_of
+
+__getattr__ = names_of(
+    __name__,
+    order="Order verdict",
+    source="source_names",
+)
