@@ -129,8 +129,9 @@ the page to watch first and a page that compares replayed with live routes.
 [Rollout Routing Replay](replay.md) explains how to read `mismatch/*` and `routing/*`.
 
 A key that this page does not list is an error in R3. SET is the name of a held-out set, SOURCE that
-of a source of rows, COMPONENT that of a reward function, NAME that of a number that your code reports, LAYER a decoder layer from
-0, K a number, and DEPTH 0-1k, 1-4k, 4-16k or 16k_up (positions in the conversation).
+of a source of rows, COMPONENT that of a reward function, NAME that of a number that your code
+reports, LAYER a decoder layer from 0, K a number, and DEPTH 0-1k, 1-4k, 4-16k or 16k_up (positions
+in the conversation).
 """
 
 CONSOLE_PAGE = """\

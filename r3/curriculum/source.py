@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ class _Followed(RolloutSource):
         for name, found in by_source.items():
             count = float(len(found))
             metrics |= {
-                f"source/{name}/reward": Mean(sum(reward for reward, _ in found), count),
+                f"source/{name}/reward": Mean(math.fsum(reward for reward, _ in found), count),
                 f"source/{name}/pass_rate": Mean(float(sum(right for _, right in found)), count),
                 f"source/{name}/samples": Sum(count),
             }

@@ -97,6 +97,9 @@ function drawLearning() {
   const dashes = ["solid", "dot", "dash"];
   lineChart(box, "Held-out accuracy", "share of evaluation samples with reward ≥ 1",
     evalKeys().map((key, i) => [key, key.split("/")[1], dashes[i % 3]]), { range: [0, 1.02] });
+  const rates = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].filter((key) => /^source\/.+\/pass_rate$/.test(key));
+  lineChart(box, "Pass rate per source", "share of right samples",
+    rates.sort().map((key, i) => [key, key.split("/")[1], dashes[i % 3]]), { range: [0, 1.02] });
   lineChart(box, "Response length", "sampled tokens per sample, mean", one("rollout/response_tokens_mean"), SHARE);
   lineChart(box, "Entropy", "nats per sampled token, mean", one("policy/entropy"), SHARE);
   lineChart(box, "Groups without signal, truncated samples", "all rewards of the group equal; cut at the length limit",
