@@ -6,10 +6,8 @@ one when it is needed, and says when that is.
 | extra | brought by |
 |---|---|
 | `tools.planning` | `--dry-run`, `--plan-for`, `--device-gib`; a start compares plan and device |
-| `tools.dry_run` | `--dry-run` |
-| `tools.help` | `--help`, `--models`, no words at all |
-| `tools.own_algorithm` | a file as `algo.loss`, `algo.advantage` |
-| `tools.check` | `--check` |
+| `tools.dry_run`, `tools.help` | `--dry-run`; `--help`, `--models`, no words at all |
+| `tools.own_algorithm`, `tools.check` | a file as `algo.loss`, `algo.advantage`; `--check` |
 | `tools.dumps` | `log.rollouts_every`, `log.show_every` |
 | `tools.beside` | every start: warnings, header, last line, needs of the machine; users' code |
 | `tools.beside.digests` | every start: what changed since the run was started |
@@ -17,16 +15,14 @@ one when it is needed, and says when that is.
 | `tools.beside.tables`, `tools.beside.lines` | a terminal as stdout, or stderr |
 | `tools.beside.step_trace` | `debug.profile` |
 | `tools.beside.watchdog` | every start: stalls are reported (`debug.stall_s`) or end it |
-| `tools.tensorboard` | `log.tensorboard` |
-| `tools.trackers` | `log.tracker` |
-| `tools.download` | `hub:` in the place of a model's folder |
+| `tools.tensorboard`, `tools.trackers` | `log.tensorboard`, `log.tracker` |
+| `tools.download`, `tools.rows` | models `hub:`; rows of all but a file of JSON: tables, `gym:` |
 | `tools.mismatch.jumps` | every step: jumps of the mismatch, growth with the conversation |
 | `tools.beside.step_notes` | every step: no signal, limits, failures, collapsed routers |
 | `tools.mismatch.shadow` | `replay.shadow_every` |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
-| `tools.rows` | rows of all but a file of JSON: tables, folders, parts, `hub:`, `gym:` |
 | `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
-| `curriculum` | several sources in `data.path`, `data.curriculum` |
+| `mixture` | several sources of rows, `data.curriculum` |
 | `partial` | `rollout.step_token_budget`, `algo.dynamic_sampling` |
 | `lora` | `lora.rank`, `train.freeze` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
@@ -35,8 +31,7 @@ one when it is needed, and says when that is.
 | `backends` | `model.experts` fused; exchanges between ranks; `parallel.cp`, `parallel.pp` |
 | `backends` | `train.optimizer` streamed, `rollout.top_k`; windows, sinks, gated delta layers |
 | `engine.reload` | an engine whose layers have no plain layout |
-| `backends.cpu` | ranks on CPU |
-| `backends.cuda` | ranks on CUDA |
+| `backends.cpu`, `backends.cuda` | ranks on CPU, on CUDA |
 | `launch` | `from r3 import train`; the commands of `launch/` |
 """
 
@@ -188,17 +183,22 @@ def workflow_episode() -> type[Any]:
     return WorkflowEpisode
 
 
-def source_of(config: Config, plain: Any) -> Any:
-    """The source of samples: `plain`, or one that refills or resumes; each may follow rates."""
+def source_of_rounds(config: Config) -> type[Any]:
+    """The source of samples that refills a step, or goes on with conversations of earlier ones."""
     if config.rollout.step_token_budget:
-        from r3.partial.source import PartialSource as plain
-    elif config.algo.dynamic_sampling:
-        from r3.partial.refill import RefillingSource as plain
-    if config.data.is_followed:
-        from r3.curriculum.source import followed
+        from r3.partial.source import PartialSource
 
-        return followed(plain)
-    return plain
+        return PartialSource
+    from r3.partial.refill import RefillingSource
+
+    return RefillingSource
+
+
+def mixture() -> ModuleType:
+    """Several sources of rows, and `data.curriculum`: r3.mixture.source."""
+    from r3.mixture import source
+
+    return source
 
 
 def step_notes(*given: Any) -> Any:

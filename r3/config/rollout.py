@@ -76,7 +76,7 @@ class DataConfig:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the pass rates of rows or sources are followed (`r3.curriculum`)."""
+        """Whether the pass rates of rows or sources are followed (`r3.mixture`)."""
         return len(self.path) > 1 or bool(self.curriculum)
 
 

@@ -38,8 +38,11 @@ of everything that was sampled."""
 
 def rollout_source(engine: Engine, task: Task, config: Config, mesh: Mesh) -> RolloutSource:
     """Return what gives each step its samples."""
-    source: RolloutSource = extras.source_of(config, RolloutSource)(engine, task, config, mesh)
-    return source
+    has_rounds = config.rollout.step_token_budget or config.algo.dynamic_sampling
+    kind = extras.source_of_rounds(config) if has_rounds else RolloutSource
+    if config.data.is_followed:
+        kind = extras.mixture().followed(kind)
+    return kind(engine, task, config, mesh)
 
 
 class RolloutSource:

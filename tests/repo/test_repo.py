@@ -22,7 +22,7 @@ SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("
 # Extras: what a run can do without.
 EXTRAS = (
     *("backends", "envs", "judges", "launch", "lora"),
-    *("curriculum", "objectives", "partial", "quantised", "tools"),
+    *("mixture", "objectives", "partial", "quantised", "tools"),
 )
 # Lowest layer first. A package imports from itself and from earlier packages, never from a later
 # one.

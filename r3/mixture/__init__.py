@@ -1,4 +1,4 @@
-"""Pass rates per source, and a curriculum by the pass rates of rows."""
+"""Several sources of rows: their pass rates, and a curriculum by the pass rates of rows."""
 
 from r3 import names_of
 
