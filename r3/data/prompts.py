@@ -189,12 +189,12 @@ def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list
     if not len(dataset):
         raise ValueError("the data set has no prompt")
     if not dataset.weights:
-        return _draw(dataset.prompts, [seed], start, start + count)
+        return draw(dataset.prompts, [seed], start, start + count)
     sizes = [size for _, size in dataset.read]
     ends = np.cumsum(sizes)
     taken = [turns(dataset.weights, start + i) for i in range(count + 1)]
     drawn = [
-        _draw(dataset.prompts[end - size : end], [seed, index], taken[0][index], taken[-1][index])
+        draw(dataset.prompts[end - size : end], [seed, index], taken[0][index], taken[-1][index])
         for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
     order = [
@@ -233,21 +233,16 @@ def turns(weights: Sequence[float], places: int) -> list[int]:
     return counts
 
 
-def epoch_order(size: int, seed: Sequence[int], epoch: int) -> Any:
-    """Return the order of an epoch of a pool: a permutation of its places.
+def draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> list[Prompt]:
+    """Return places start to stop - 1 of the epochs of a pool.
 
     Args:
         seed: of the run, and the number of the source if sources have weights.
     """
-    return np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(size)
-
-
-def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> list[Prompt]:
-    """Return places start to stop - 1 of the epochs of this pool."""
     drawn: list[Prompt] = []
     while start + len(drawn) < stop:
         epoch, place = divmod(start + len(drawn), len(prompts))
-        order = epoch_order(len(prompts), seed, epoch)
+        order = np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(len(prompts))
         drawn += [prompts[index] for index in order[place : place + stop - start - len(drawn)]]
     return drawn
 

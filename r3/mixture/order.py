@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from r3.data.prompts import Dataset, epoch_order, turns
+from r3.data.prompts import Dataset, draw, turns
 from r3.types import Prompt
 
 Verdict = Literal["easy", "hard", ""]
@@ -57,7 +57,7 @@ class Order:
             self._pools = [dataset.prompts[a:b] for a, b in zip(starts, ends, strict=True)]
             self._seeds = [[seed, index] for index in range(len(ends))]
         self._places, self._cursors = 0, [0] * len(self._pools)
-        self._epochs: dict[int, tuple[int, Any]] = {}  # by pool: its present epoch and its order
+        self._epochs: dict[int, tuple[int, list[Prompt]]] = {}  # by pool: its present epoch
 
     def take(self, count: int) -> Taken:
         """Return the next prompts.
@@ -117,9 +117,8 @@ class Order:
         prompts = self._pools[pool]
         epoch, place = divmod(self._cursors[pool], len(prompts))
         self._cursors[pool] += 1
-        if self._epochs.get(pool, (-1, None))[0] != epoch:
-            order = epoch_order(len(prompts), self._seeds[pool], epoch)
-            self._epochs[pool] = (epoch, order)
-        row = self._epochs[pool][1][place]
-        found: Prompt = prompts[row]
-        return found
+        if self._epochs.get(pool, (-1, []))[0] != epoch:
+            first = epoch * len(prompts)
+            rows = draw(prompts, self._seeds[pool], first, first + len(prompts))
+            self._epochs[pool] = (epoch, rows)
+        return self._epochs[pool][1][place]

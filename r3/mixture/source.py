@@ -10,9 +10,9 @@ from typing import Any
 
 from r3.algo.sums import reaches
 from r3.config import Config
-from r3.mixture.order import Order, Taken, verdict
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
+from r3.mixture.order import Order, Taken, verdict
 from r3.rollout.step import Collected, RolloutSource
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh

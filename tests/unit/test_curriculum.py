@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from r3.mixture import Order, source_names, verdict
 from r3.data import Dataset, prompts_from
+from r3.mixture import Order, source_names, verdict
 from r3.types import Prompt
 
 LETTERS = {"a": 5, "b": 4}
