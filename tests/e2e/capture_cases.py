@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from tests.tiny import tiny_config
 SMALL_CACHE_GIB = 0.0008  # 13 blocks of 32 tokens, where 64 conversations want to run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """Requests in every way, each against the same request alone and not cached.
+def captured(device: Device) -> SimpleNamespace:
+    """Send requests in every way, and compare each with the same request alone and not cached.
 
-    Attributes:
+    Returns:
+        Requests in every way, each against the same request alone and not cached.
         rows, rows_expected: captured rows of routes, and tokens - 1 summed over the requests.
         rows_differ: rows that are not what a hook on the routers saw.
         late_rows_differ: the same for one rollout whose rows are late by a token.
@@ -40,47 +41,12 @@ class Captured:
         preemptions_counted: what the round's metrics say of it.
         preempted_differ: indices of requests that return other bytes with a small cache.
         in_bfloat16: the same in bfloat16, where rounding depends on the batch.
-    """
-
-    rows: int
-    rows_expected: int
-    rows_differ: int
-    late_rows_differ: int
-    faults: dict[str, str]
-    cold_cached_tokens: int
-    warm_cached_tokens: int
-    warm_equal: bool
-    together_equal: bool
-    responses: int
-    prompt_routes: int
-    abort: str
-    after_abort_equal: bool
-    preemptions: int
-    preemptions_in_round: int
-    preemptions_counted: float
-    preempted_differ: list[int]
-    in_bfloat16: Rounded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounded:
-    """Preempted requests in bfloat16, each against the same request alone.
-
-    Attributes:
+        Preempted requests in bfloat16, each against the same request alone.
         preempted: requests that were preempted.
         rows: rows of both, up to the first token that they do not share.
         differ: rows with other experts in a layer.
         late_differ: the same against rows that are late by a token.
     """
-
-    preempted: int
-    rows: int
-    differ: int
-    late_differ: int
-
-
-def captured(device: Device) -> Captured:
-    """Send requests in every way, and compare each with the same request alone and not cached."""
     world = World(device, tiny_config())
     world.sync(0)
     engine = world.engine
@@ -155,7 +121,7 @@ def captured(device: Device) -> Captured:
     compared = [
         _rows(squeezed_in_bfloat16[place], *sample([requests[place]], rounding)) for place in places
     ]
-    return Captured(
+    return SimpleNamespace(
         rows=rows,
         rows_expected=sum(len(rollout.tokens_T) - 1 for rollout in alone),
         rows_differ=differ,
@@ -173,7 +139,7 @@ def captured(device: Device) -> Captured:
         preemptions_in_round=len(preempted_in_round),
         preemptions_counted=collected.metrics["engine/preemptions"].value,
         preempted_differ=[index for index, (a, b) in enumerate(pairs) if a != b],
-        in_bfloat16=Rounded(
+        in_bfloat16=SimpleNamespace(
             preempted=len(places),
             rows=sum(rows for rows, _, _ in compared),
             differ=sum(differ for _, differ, _ in compared),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from r3 import doctor
@@ -18,21 +18,14 @@ from tests.tiny import tiny_config
 CONTEXT = 1024  # where the first range of positions ends
 
 
-@dataclass(frozen=True, kw_only=True)
-class Depth:
-    """What the checks of the doctor say, by their names: results, or errors.
+def rope_beyond_the_context(device: Device, *, model: str) -> SimpleNamespace:
+    """Run the doctor's checks before and after half of the factor is lost beyond the context.
 
-    Attributes:
+    Returns:
+        What the checks of the doctor say, by their names: results, or errors.
         sound: of an engine that rotates as the policy does.
         wrong: of one that does not beyond `CONTEXT`.
     """
-
-    sound: dict[str, str]
-    wrong: dict[str, str]
-
-
-def rope_beyond_the_context(device: Device, *, model: str) -> Depth:
-    """Run the doctor's checks before and after half of the factor is lost beyond the context."""
     config = tiny_config(
         model,
         engine={"max_model_len": 1600, "kv_cache_gib": 0.25},
@@ -58,7 +51,7 @@ def rope_beyond_the_context(device: Device, *, model: str) -> Depth:
     }.values():
         rows = len(cache) - CONTEXT
         cache[CONTEXT:] = cache[CONTEXT : CONTEXT + -(-rows // 2)].repeat_interleave(2, 0)[:rows]
-    return Depth(sound=sound, wrong=all_checks())
+    return SimpleNamespace(sound=sound, wrong=all_checks())
 
 
 def _rotates(module: Any) -> bool:

@@ -6,8 +6,9 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,11 +33,11 @@ from tests.processor import PROCESSORS
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushedFamily:
-    """An engine after a push, and one that loaded the same weights from files.
+def pushed_family(device: Device, *, model: str, out: str) -> SimpleNamespace:
+    """Push changed weights, prove them, and compare with an engine that loads their export.
 
-    Attributes:
+    Returns:
+        An engine after a push, and one that loaded the same weights from files.
         compared: tensors that the proof compared.
         tensors: tensors that were pushed.
         gates: experts over all layers.
@@ -56,29 +57,6 @@ class PushedFamily:
         proofs: largest log-probability differences of the proofs.
         some: of a sync of the tensors with adapters.
     """
-
-    compared: int
-    tensors: int
-    gates: int
-    tensors_equal: bool
-    reloaded: dict[str, str]
-    why_reloaded: str
-    reload_equal: bool
-    fallen: dict[str, str]
-    fallen_note: str
-    fallen_equal: bool
-    notes: list[str]
-    faults: dict[str, str]
-    routes: int
-    wrong_routes: int
-    moved: bool
-    equal: bool
-    proofs: list[float]
-    some: Some
-
-
-def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
-    """Push changed weights, prove them, and compare with an engine that loads their export."""
     world = World(device, tiny_config(model))
     printed = io.StringIO()
     with redirect_stdout(printed):
@@ -105,7 +83,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
     fallen = unknown_kernels(world)
-    return PushedFamily(
+    return SimpleNamespace(
         compared=compared,
         tensors=len(world.stream.shapes),
         gates=world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
@@ -127,23 +105,14 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Some:
-    """A sync of an engine that needs the tensors with adapters alone.
+def some_tensors(world: World) -> SimpleNamespace:
+    """Change matrices of attention, sync and prove; then change a norm as well.
 
-    Attributes:
+    Returns:
+        A sync of an engine that needs the tensors with adapters alone.
         sent, changed, all: bytes that were sent, of these tensors, and of the model.
         stale: message of the proof after another tensor changed too; NOTHING if it was sent.
     """
-
-    sent: int
-    changed: int
-    all: int
-    stale: str
-
-
-def some_tensors(world: World) -> Some:
-    """Change matrices of attention, sync and prove; then change a norm as well."""
     engine, stream, policy = world.engine, world.stream, world.policy
     adapted = adapted_tensors(policy.shape, LoraConfig(rank=1, targets=("attention",)))
     stream.changing = set(adapted)
@@ -159,7 +128,7 @@ def some_tensors(world: World) -> Some:
     sync("nothing")
     prove_weights(stream, engine, world.mesh)
     sync("final_layernorm.weight")
-    return Some(
+    return SimpleNamespace(
         sent=sent,
         changed=sum(sizes[name] for name in adapted),
         all=sum(sizes.values()),
@@ -234,11 +203,11 @@ def planted_faults(world: World) -> dict[str, str]:
     return messages
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherProcessor:
-    """An engine whose layers vLLM packs as it does on another processor.
+def other_processor(device: Device, *, model: str, out: str, processor: str) -> SimpleNamespace:
+    """Push weights twice into an engine that packs them for a processor, once by the reload.
 
-    Attributes:
+    Returns:
+        An engine whose layers vLLM packs as it does on another processor.
         packed: convolutions that the engine has in another shape than the checkpoint, and how
             experts are packed.
         compared, tensors: tensors that the proof compared after a push, and those of the model.
@@ -252,21 +221,6 @@ class OtherProcessor:
             convolution as they are; empty if there is none.
         unknown: message of a push after a parameter got a shape that vLLM did not make.
     """
-
-    packed: list[str]
-    compared: int
-    tensors: int
-    same: bool
-    equal: bool
-    moved: bool
-    proof: float
-    stale: dict[str, str]
-    raw: str
-    unknown: str
-
-
-def other_processor(device: Device, *, model: str, out: str, processor: str) -> OtherProcessor:
-    """Push weights twice into an engine that packs them for a processor, once by the reload."""
     PROCESSORS[processor]()
     half = {"dtype": "bfloat16"}
     config = tiny_config(model, model=half, engine=half)
@@ -326,7 +280,7 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     values = held_tensors(engine)
     unknown = message_of(reload, RuntimeError)
     assert held_tensors(engine) == values, "nothing was copied"
-    return OtherProcessor(
+    return SimpleNamespace(
         packed=packed,
         compared=compared,
         tensors=len(world.stream.shapes),

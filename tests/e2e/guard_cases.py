@@ -6,7 +6,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,59 +28,11 @@ from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guards:
-    """Messages of an engine.
+def norms(engine: Engine) -> SimpleNamespace:
+    """Compare the norms that R3 replaces in an engine on CPU.
 
-    Attributes:
-        messages: by mistake.
-        works: whether it samples after all of them.
-        unfit: by fact that was changed.
-        fit: for the engine as it was built.
-        sleeps: the engine that sleeps and wakes several times.
-        norms: its norms against the policy's.
-        rotated: share of rotated numbers that are the exact ones, rounded to the nearest bfloat16.
-        rotated_by_vllm: the same without R3.
-        inspected_here: whether vLLM's registry inspects a new model in this process.
-    """
-
-    messages: dict[str, str]
-    works: bool
-    inspected_here: bool
-    unfit: dict[str, str]
-    fit: str
-    sleeps: list[Sleep]
-    norms: Norms
-    rotated: float
-    rotated_by_vllm: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sleep:
-    """An engine that sampled, slept and woke; every call of it was made twice.
-
-    Attributes:
-        samples: what was sampled before the sleep.
-        ahead: batches that vLLM had scheduled ahead, before the sleep and in it.
-        cache_bytes: of the KV cache that are in memory, before and asleep.
-        cache_is_zero: whether it is all zeros, awake again.
-        weights: digests of all tensors of the model, awake again and pushed.
-        refused: messages of the second calls.
-    """
-
-    samples: list[str]
-    ahead: list[int]
-    cache_bytes: list[int]
-    cache_is_zero: bool
-    weights: dict[str, str]
-    refused: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norms:
-    """The engine's norms against the policy's, with the same weights and rows.
-
-    Attributes:
+    Returns:
+        The engine's norms against the policy's, with the same weights and rows.
         replaced: norms of the engine that one kernel computes, and all of them.
         farthest: largest relative difference of a float32 result, and with a residual.
         of_slices: the same for rows that are slices of longer ones.
@@ -88,17 +40,6 @@ class Norms:
         in_bfloat16: share of results in bfloat16 that differ, with a residual; and vLLM's own.
         left_alone: kinds of norms that keep vLLM's own way.
     """
-
-    replaced: tuple[int, int]
-    farthest: tuple[float, float]
-    of_slices: float
-    native_of_slices: float
-    in_bfloat16: tuple[float, float]
-    left_alone: list[str]
-
-
-def norms(engine: Engine) -> Norms:
-    """Compare the norms that R3 replaces in an engine on CPU."""
     from vllm._custom_ops import rms_norm
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -143,7 +84,7 @@ def norms(engine: Engine) -> Norms:
         x, residual = torch.randn(2, 200, 64, generator=random).bfloat16()
         expected = policys(x + residual, half)
         native, _ = half.forward_native(x.clone(), residual.clone())
-        return Norms(
+        return SimpleNamespace(
             replaced=(
                 sum(not hasattr(each._forward_method, "__self__") for each in built),
                 len(built),
@@ -190,8 +131,21 @@ def rotations(engine: Engine) -> tuple[float, float]:
     return share(), by_vllm
 
 
-def engine_guards(device: Device) -> Guards:
-    """Make every mistake that the engine must refuse, then use it as usual."""
+def engine_guards(device: Device) -> SimpleNamespace:
+    """Make every mistake that the engine must refuse, then use it as usual.
+
+    Returns:
+        Messages of an engine.
+        messages: by mistake.
+        works: whether it samples after all of them.
+        unfit: by fact that was changed.
+        fit: for the engine as it was built.
+        sleeps: the engine that sleeps and wakes several times.
+        norms: its norms against the policy's.
+        rotated: share of rotated numbers that are the exact ones, rounded to the nearest bfloat16.
+        rotated_by_vllm: the same without R3.
+        inspected_here: whether vLLM's registry inspects a new model in this process.
+    """
     world = World(device, tiny_config())
     engine, stream = world.engine, world.stream
     messages: dict[str, str] = {}
@@ -272,7 +226,7 @@ def engine_guards(device: Device) -> Guards:
     from vllm.model_executor.models import registry
 
     built = engine.llm.llm_engine.vllm_config
-    return Guards(
+    return SimpleNamespace(
         messages=messages | captures,
         works=sample()[0].num_response_tokens > 0,
         unfit=_unfit(built, world.config),
@@ -315,8 +269,18 @@ def capture_guards(engine: Engine) -> dict[str, str]:
 
 def several_sleeps(
     engine: Engine, sample: Callable[[], list[Rollout]], push: Callable[[], None]
-) -> list[Sleep]:
-    """Sample, sleep and wake three times, with every call made twice."""
+) -> list[SimpleNamespace]:
+    """Sample, sleep and wake three times, with every call made twice.
+
+    Returns:
+        An engine that sampled, slept and woke; every call of it was made twice.
+        samples: what was sampled before the sleep.
+        ahead: batches that vLLM had scheduled ahead, before the sleep and in it.
+        cache_bytes: of the KV cache that are in memory, before and asleep.
+        cache_is_zero: whether it is all zeros, awake again.
+        weights: digests of all tensors of the model, awake again and pushed.
+        refused: messages of the second calls.
+    """
     core = engine.llm.llm_engine.engine_core.engine_core
     # vLLM schedules ahead on GPUs only: its queue is switched on as `EngineCore.__init__` does.
     core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
@@ -350,7 +314,7 @@ def several_sleeps(
         messages.append(message_of(sample, EngineStateError))
         refreshed()
         found.append(
-            Sleep(
+            SimpleNamespace(
                 samples=samples,
                 ahead=[ahead, left],
                 cache_bytes=[before, asleep],

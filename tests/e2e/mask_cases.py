@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,6 @@ from r3.types import Rollout, SamplingMask
 from tests.engines import World
 from tests.families import engine_sizes, family_checkpoint
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Masked:
-    """Mismatch of one batch whose tokens were sampled with top_p 0.9 and top_k.
-
-    Attributes:
-        k3, abs_max: with the engine's masks.
-        k3_dropped: without masks.
-        k3_moved: with those of the next sampled token, and the drawn token added.
-        gain: the most that a log-probability rises where masks are dropped.
-        most, mean: tokens kept for a token.
-        observed: tokens that were not sampled, after a sampled one.
-        preemptions: of requests of the batch.
-    """
-
-    k3: float
-    abs_max: float
-    k3_dropped: float
-    k3_moved: float
-    gain: float
-    most: int
-    mean: float
-    observed: int
-    preemptions: float
 
 
 def with_ties(folder: Path) -> Path:
@@ -71,8 +47,19 @@ def moved(rollout: Rollout) -> Rollout:
     )
 
 
-def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any) -> Masked:
-    """Sample a batch, and score it with the engine's masks, without, and with wrong ones."""
+def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any) -> SimpleNamespace:
+    """Sample a batch, and score it with the engine's masks, without, and with wrong ones.
+
+    Returns:
+        Mismatch of one batch whose tokens were sampled with top_p 0.9 and top_k.
+        k3, abs_max: with the engine's masks.
+        k3_dropped: without masks.
+        k3_moved: with those of the next sampled token, and the drawn token added.
+        gain: the most that a log-probability rises where masks are dropped.
+        most, mean: tokens kept for a token.
+        observed: tokens that were not sampled, after a sampled one.
+        preemptions: of requests of the batch.
+    """
     rollout = {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 24}
     sections["rollout"] = {"top_p": 0.9, "top_k": top_k, **rollout, **sections.get("rollout", {})}
     world = World(device, tiny_config(model, **sections))
@@ -96,7 +83,7 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
     counts = [each.sampling_mask.counts_T for each in rollouts if each.sampling_mask]
     kept = np.concatenate([each[each > 0] for each in counts]) if counts else np.ones(1)
     first_of = [int(each.loss_mask_T.argmax()) for each in rollouts]
-    return Masked(
+    return SimpleNamespace(
         k3=right["k3"],
         abs_max=right["abs_max"],
         k3_dropped=dropped["k3"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,16 +35,12 @@ def engine_weight_bytes(model: Any) -> int:
     return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Bytes of one part of the memory plan."""
+def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]]:
+    """Measure the parts of the memory plan, by setting.
 
-    planned: float
-    measured: float
-
-
-def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
-    """Measure the parts of the memory plan, by setting."""
+    Returns:
+        Bytes of one part of the memory plan.
+    """
     config = replace(tiny_smoke(), parallel=replace(tiny_smoke().parallel, ep=1))
     mesh = build_mesh(device, config.parallel)
     task = read_task(config)
@@ -56,10 +53,10 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
     engine.wake("kv_cache")
     found = {
         "engine": {
-            "engine weights": Part(
+            "engine weights": SimpleNamespace(
                 planned=generate["engine weights"], measured=engine_weight_bytes(model)
             ),
-            "KV cache": Part(
+            "KV cache": SimpleNamespace(
                 planned=generate["KV cache"],
                 measured=sum(storage.nbytes() for storage in engine._sleeper._cache._storages()),
             ),
@@ -93,19 +90,19 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
             peak = peak_bytes(lambda policy=policy: policy.forward_backward(batch))  # type: ignore[misc]
             train = plan.memory(setting, shape, 1)["TRAIN"]
             found[f"{dtype}, recompute {recompute}"] = {
-                "policy weights": Part(
+                "policy weights": SimpleNamespace(
                     planned=train["policy weights"],
                     measured=sum(t.nbytes for t in policy.parameter_buffers()),
                 ),
-                "gradients": Part(
+                "gradients": SimpleNamespace(
                     planned=train["gradients"],
                     measured=sum(t.nbytes for t in policy.memory.gradient_buffers()),
                 ),
-                "optimizer": Part(
+                "optimizer": SimpleNamespace(
                     planned=train["optimizer"],
                     measured=sum(t.nbytes for _, t in policy.memory.optimizer_tensors()),
                 ),
-                "activations and output layer": Part(
+                "activations and output layer": SimpleNamespace(
                     planned=train["activations"] + train["output layer"], measured=peak
                 ),
             }

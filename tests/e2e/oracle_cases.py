@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,6 @@ from tests.tiny import tiny_config
 
 LENGTHS = (10, 10, 60, 60, 300, 700, 1300)  # of prompts; two rollouts each
 CONTEXT = 256  # beyond it the rope factor is wrong
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """Findings by planted fault.
-
-    Attributes:
-        table: of the sound case.
-        again: largest difference of log-probabilities of engine and dump in it.
-        same_routes: whether the engine chose the dump's experts in it.
-    """
-
-    findings: dict[str, list[str]]
-    table: list[str]
-    again: float
-    same_routes: bool
 
 
 def dumped(world: World) -> list[Rollout]:
@@ -54,8 +39,17 @@ def dumped(world: World) -> list[Rollout]:
     )
 
 
-def planted(device: Device, *, model: str, dtype: str = "float32", bias: bool = False) -> Said:
-    """Compare the three sides of one dump, sound and with each fault."""
+def planted(
+    device: Device, *, model: str, dtype: str = "float32", bias: bool = False
+) -> SimpleNamespace:
+    """Compare the three sides of one dump, sound and with each fault.
+
+    Returns:
+        Findings by planted fault.
+        table: of the sound case.
+        again: largest difference of log-probabilities of engine and dump in it.
+        same_routes: whether the engine chose the dump's experts in it.
+    """
     half = {"dtype": dtype}
     config = tiny_config(
         model,
@@ -112,7 +106,7 @@ def planted(device: Device, *, model: str, dtype: str = "float32", bias: bool = 
         for weight in (stacked.w13_weight.data, stacked.w2_weight.data):
             weight[[0, 3]] = weight[[3, 0]].clone()
         findings["experts"] = said()
-    return Said(
+    return SimpleNamespace(
         findings=findings,
         table=sound.table(),
         again=float(abs(sound.dump_delta_N).max()),

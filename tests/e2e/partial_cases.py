@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,39 +113,6 @@ class Stepper(Talker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
-    """Everything of a rollout, bit for bit, and its reward."""
-
-    name: list[Any]  # prompt id, group, sample index
-    reward: float
-    tokens: list[int]
-    loss_mask: list[float]
-    logprobs: str
-    routes: str
-    finish_reason: str
-    segments: list[list[int]]
-    response: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Versions:
-    """Segments against forward passes of transformers.
-
-    Attributes:
-        worst: largest difference in the log-probability of a sampled token.
-        slots: (token, layer) slots.
-        wrong: slots with other experts.
-        worst_next, wrong_next: the same for the next policy version, which must differ.
-    """
-
-    worst: float
-    slots: int
-    wrong: int
-    worst_next: float
-    wrong_next: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Kind:
     """Steps of one kind of conversation; the last three only with one rank.
 
@@ -156,29 +124,11 @@ class Kind:
         saved: steps that go through checkpoint files give the same.
     """
 
-    rollouts: list[list[Copy]]
+    rollouts: list[list[SimpleNamespace]]
     metrics: list[dict[str, float]]
-    versions: Versions | None = None
+    versions: SimpleNamespace | None = None
     complete: bool | None = None
     saved: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A step with old rollouts as the trainer takes it.
-
-    Attributes:
-        old, marked: rollouts that an older version began, and those without a current token.
-        expected, captured: rows of routes.
-        too_old: message where only the newest version is allowed.
-    """
-
-    old: list[int]
-    marked: list[int]
-    count: int
-    expected: float
-    captured: float
-    too_old: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,17 +145,21 @@ class Budgets:
     kinds: dict[str, Kind]
     groups: list[list[int]] = field(default_factory=list)
     drop: Kind | None = None
-    off: list[list[Copy]] = field(default_factory=list)
-    plenty: list[list[Copy]] = field(default_factory=list)
+    off: list[list[SimpleNamespace]] = field(default_factory=list)
+    plenty: list[list[SimpleNamespace]] = field(default_factory=list)
     nothing: str = ""
-    trained: Trained | None = None
+    trained: SimpleNamespace | None = None
 
 
-def copied(rounds: Sequence[Collected]) -> list[list[Copy]]:
-    """Return all rollouts by step."""
+def copied(rounds: Sequence[Collected]) -> list[list[SimpleNamespace]]:
+    """Return all rollouts by step.
+
+    Returns:
+        Everything of a rollout, bit for bit, and its reward.
+    """
     return [
         [
-            Copy(
+            SimpleNamespace(
                 name=[each.prompt_id, each.group, each.sample_index],
                 reward=sample.reward,
                 tokens=each.tokens_T.tolist(),
@@ -233,9 +187,17 @@ def kind_of(rounds: Sequence[Collected]) -> Kind:
 
 
 @torch.no_grad()
-def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Versions:
-    """Compare each segment with forward passes of its own policy version and of the next one."""
-    found = Versions(worst=0.0, slots=0, wrong=0, worst_next=0.0, wrong_next=0)
+def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> SimpleNamespace:
+    """Compare each segment with forward passes of its own policy version and of the next one.
+
+    Returns:
+        Segments against forward passes of transformers.
+        worst: largest difference in the log-probability of a sampled token.
+        slots: (token, layer) slots.
+        wrong: slots with other experts.
+        worst_next, wrong_next: the same for the next policy version, which must differ.
+    """
+    found = SimpleNamespace(worst=0.0, slots=0, wrong=0, worst_next=0.0, wrong_next=0)
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.tokens_T)[None]
         ends = [*(token for token, _ in rollout.segments[1:]), len(rollout.tokens_T)]
@@ -262,18 +224,12 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Ver
                     wrong += int((chosen != given).any(-1)[first:last].sum())
                     slots += last - first
                 if shift:
-                    found = replace(
-                        found,
-                        worst_next=max(found.worst_next, worst),
-                        wrong_next=found.wrong_next + wrong,
-                    )
+                    found.worst_next = max(found.worst_next, worst)
+                    found.wrong_next += wrong
                 else:
-                    found = replace(
-                        found,
-                        worst=max(found.worst, worst),
-                        slots=found.slots + slots,
-                        wrong=found.wrong + wrong,
-                    )
+                    found.worst = max(found.worst, worst)
+                    found.slots += slots
+                    found.wrong += wrong
     return found
 
 
@@ -363,8 +319,15 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
     )
 
 
-def trained(stepper: Stepper, config: Config) -> Trained:
-    """Distribute the last step with rollouts that an older policy version began."""
+def trained(stepper: Stepper, config: Config) -> SimpleNamespace:
+    """Distribute the last step with rollouts that an older policy version began.
+
+    Returns:
+        A step with old rollouts as the trainer takes it.
+        old, marked: rollouts that an older version began, and those without a current token.
+        expected, captured: rows of routes.
+        too_old: message where only the newest version is allowed.
+    """
     by_version = dict(enumerate(samples for samples, _, _ in stepper.steps(config)))
     current = max(
         version
@@ -391,7 +354,7 @@ def trained(stepper: Stepper, config: Config) -> Trained:
     }
     rows = captured_rows(rollouts)
     newest = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
-    return Trained(
+    return SimpleNamespace(
         old=sorted(old),
         marked=sorted(marked),
         count=len(samples),

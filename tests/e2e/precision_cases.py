@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from tests.errors import message_of
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Output layers of engine and policy.
+def head(device: Device, *, fp32: bool, model: str = "") -> SimpleNamespace:
+    """Push changed weights; compare the output layers of engine and policy.
 
-    Attributes:
+    Returns:
+        Output layers of engine and policy.
         refusal: message about an engine whose head has the other type.
         types: types of the engine's logits.
         rounded: whether all of them are bfloat16 numbers.
@@ -28,17 +29,6 @@ class Precision:
         policy_error: largest difference of the policy's log-probabilities from float64 products.
         figures: mismatch of engine and policy.
     """
-
-    refusal: str
-    types: list[str]
-    rounded: bool
-    tokens: float
-    policy_error: float
-    figures: dict[str, float]
-
-
-def head(device: Device, *, fp32: bool, model: str = "") -> Precision:
-    """Push changed weights; compare the output layers of engine and policy."""
     config = tiny_config(
         model,
         model={"dtype": "bfloat16", "fp32_head": fp32},
@@ -80,7 +70,7 @@ def head(device: Device, *, fp32: bool, model: str = "") -> Precision:
     columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)]
     parts = mismatch(*columns)
     other = replace(config, model=replace(config.model, fp32_head=not fp32))
-    return Precision(
+    return SimpleNamespace(
         refusal=message_of(lambda: require_head_type(world.engine.llm, other), AssertionError),
         types=sorted(types),
         rounded=all(rounded),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,27 +19,16 @@ from tests.processor import emulate_avx512_bf16
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proofs:
-    """Messages of both proofs after tensors of the engine were put back, by their names.
-
-    Attributes:
-        sound: largest log-probability difference when nothing was.
-        turned: the same with the policy's rows moved on.
-        back: whether the policy's weights came back bit for bit.
-    """
-
-    weights: dict[str, str]
-    decoded: dict[str, str]
-    sound: float
-    turned: float
-    back: bool
-
-
-def kept_tensors(device: Device, *, model: str, dtype: str) -> Proofs:
+def kept_tensors(device: Device, *, model: str, dtype: str) -> SimpleNamespace:
     """Sync, change the policy, sync again, and put back each kind of tensor that is made of others.
 
     Of each kind, those of all layers are put back at once.
+
+    Returns:
+        Messages of both proofs after tensors of the engine were put back, by their names.
+        sound: largest log-probability difference when nothing was.
+        turned: the same with the policy's rows moved on.
+        back: whether the policy's weights came back bit for bit.
     """
     if dtype == "bfloat16":
         emulate_avx512_bf16()
@@ -79,7 +68,9 @@ def kept_tensors(device: Device, *, model: str, dtype: str) -> Proofs:
         prove_weights(stream, engine, world.mesh)
         with_turned = decoded()
     back = all(torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True))
-    return Proofs(weights=weights, decoded=messages, sound=sound, turned=with_turned, back=back)
+    return SimpleNamespace(
+        weights=weights, decoded=messages, sound=sound, turned=with_turned, back=back
+    )
 
 
 def live_routes(device: Device, *, dtype: str) -> tuple[float, str]:

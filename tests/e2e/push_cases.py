@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,11 +20,18 @@ from tests.errors import message_of
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushedAndFresh:
-    """Whether two engines sample the same, and how many shards this rank read from where.
+def push_equals_fresh_engine(
+    device: Device,
+    *,
+    parallel: dict[str, int],
+    out: str,
+    model: str = "",
+    hosts: list[str] | None = None,
+) -> SimpleNamespace:
+    """Push changed weights, and compare with an engine that loads the exported checkpoint.
 
-    Attributes:
+    Returns:
+        Whether two engines sample the same, and how many shards this rank read from where.
         moved: the push changed what is sampled.
         compared: tensors of which every byte was found equal in the pushed engine; gate and up of
             an expert count as one.
@@ -34,41 +42,6 @@ class PushedAndFresh:
         plan_stale: message of the proof after a push by a plan from before parameters of the engine
             were replaced and moved. A push of its own finds them.
     """
-
-    moved: bool
-    compared: int
-    tensors: int
-    equal: bool
-    cached_equal: bool
-    stale: str
-    plan_stale: str
-    local_reads: int
-    peer_reads: int
-    network_reads: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """Signatures before and after a push, with cached prompts, and after each of two sleeps with
-    another push; number of compared tensors.
-    """
-
-    before: list[str]
-    after: list[str]
-    cached: list[str]
-    slept: list[list[str]]
-    compared: int
-
-
-def push_equals_fresh_engine(
-    device: Device,
-    *,
-    parallel: dict[str, int],
-    out: str,
-    model: str = "",
-    hosts: list[str] | None = None,
-) -> PushedAndFresh:
-    """Push changed weights, and compare with an engine that loads the exported checkpoint."""
     world = World(device, tiny_config(model, parallel=parallel), hosts=hosts)
     world.sync(0)
     before = signature(world.collect(0).rollouts)
@@ -88,7 +61,7 @@ def push_equals_fresh_engine(
         world.engine.llm.collective_rpc(_spoil)
     stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
     plan_stale = _plan_stale(world)
-    return PushedAndFresh(
+    return SimpleNamespace(
         moved=before != pushed,
         compared=compared,
         tensors=len(world.stream.shapes),
@@ -129,8 +102,13 @@ def _spoil(worker: Any) -> None:
     norm.data[3] = torch.nextafter(norm.data[3], torch.tensor(9.0, dtype=norm.dtype))
 
 
-def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
-    """Sample before and after a push of changed weights; export these."""
+def pushed(device: Device, *, out: str, dtype: str) -> SimpleNamespace:
+    """Sample before and after a push of changed weights; export these.
+
+    Returns:
+        Signatures before and after a push, with cached prompts, and after each of two sleeps with
+        another push; number of compared tensors.
+    """
     world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
     world.sync(0)
     before = signature(world.collect(0).rollouts)
@@ -146,7 +124,9 @@ def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
         world.sync(1)
         slept.append(signature(world.collect(1).rollouts))
     world.export(Path(out))
-    return Pushed(before=before, after=after, cached=cached, slept=slept, compared=compared)
+    return SimpleNamespace(
+        before=before, after=after, cached=cached, slept=slept, compared=compared
+    )
 
 
 def loaded(device: Device, *, model: str, dtype: str) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from r3.algo.advantage import advantages_of
 from r3.config import Config
@@ -23,38 +24,15 @@ from tests.tiny import tiny_config
 NUM_PROMPTS = 150
 
 
-@dataclass(frozen=True, kw_only=True)
-class RefillStep:
-    """One step by "PROMPT GROUP SAMPLE"; counts are None without dynamic sampling."""
+def refills(device: Device) -> SimpleNamespace:
+    """Steps with dynamic sampling; rewards differ for every third prompt only.
 
-    sampled: dict[str, list[int]]
-    advantages: list[float]
-    indices: list[int]
-    rounds: float | None
-    groups_trained: float | None
-    groups_sampled: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refills:
-    """Steps by number: three in a row, the third from a checkpoint, with one refill, and without
-    dynamic sampling.
-
-    Attributes:
+    Returns:
+        Steps by number: three in a row, the third from a checkpoint, with one refill, and without
+        dynamic sampling.
         drawn: prompts of the three steps in a row that this rank rewarded, once per response.
         nothing: message of a step in which all rewards are equal.
     """
-
-    run: dict[str, RefillStep]
-    drawn: list[str]
-    resumed: dict[str, RefillStep]
-    capped: dict[str, RefillStep]
-    off: dict[str, RefillStep]
-    nothing: str
-
-
-def refills(device: Device) -> Refills:
-    """Steps with dynamic sampling; rewards differ for every third prompt only."""
     config = tiny_config(
         engine={"max_model_len": 160, "kv_cache_gib": 0.0625},
         rollout={"prompts_per_step": 6, "group_size": 2},
@@ -74,9 +52,13 @@ def refills(device: Device) -> Refills:
         scorer: Callable[[Rollout, Prompt], float],
         *wanted: int,
         checkpoint: Path | None = None,
-    ) -> dict[str, RefillStep]:
-        """Make steps; the checkpoint is read before the first, and written before the last."""
-        results: dict[str, RefillStep] = {}
+    ) -> dict[str, SimpleNamespace]:
+        """Make steps; the checkpoint is read before the first, and written before the last.
+
+        Returns:
+            One step by "PROMPT GROUP SAMPLE"; counts are None without dynamic sampling.
+        """
+        results: dict[str, SimpleNamespace] = {}
         task = replace(talker.task, prompts=prompts, scorer=Scorer.of_function(scorer))
         source = rollout_source(talker.engine, task, config, talker.mesh)
         for step in wanted:
@@ -91,7 +73,7 @@ def refills(device: Device) -> Refills:
             trained = trained_samples(samples, rewards, advantages_R, filters=False)
             places = {each.key: place for place, each in enumerate(rewards)}
             metrics = values({name: part for parts in reported for name, part in parts.items()})
-            results[str(step)] = RefillStep(
+            results[str(step)] = SimpleNamespace(
                 sampled={
                     f"{each.prompt_id} {each.group} {each.sample_index}": each.tokens_T.tolist()
                     for each in (sample.rollout for sample in samples)
@@ -111,7 +93,7 @@ def refills(device: Device) -> Refills:
     checkpoint = Path(folder)
     run = steps(config, scorer, 1, 2, 3, checkpoint=checkpoint)
     in_a_row = drawn.copy()
-    return Refills(
+    return SimpleNamespace(
         run=run,
         drawn=in_a_row,
         resumed=steps(config, scorer, 3, checkpoint=checkpoint),

@@ -6,7 +6,8 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,11 @@ GREEDY = Sampling(temperature=0.0)
 """A seeded request whose prefill is split crashes vLLM's engine on CPU; this one has no seed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheduled:
-    """What engines that schedule otherwise return for the same requests.
+def scheduled(device: Device) -> SimpleNamespace:
+    """Send the same requests to engines that schedule otherwise.
 
-    Attributes:
+    Returns:
+        What engines that schedule otherwise return for the same requests.
         longest: tokens of the longest prompt of an engine that runs two requests at once.
         two_equal: it returns the rows of the usual engine.
         passes: forward passes over a prompt in chunks.
@@ -49,28 +50,6 @@ class Scheduled:
         abandoned: message after requests were aborted before their first pass.
         after: the engine returns the same bytes after all that.
     """
-
-    longest: int
-    two_equal: bool
-    passes: int
-    in_chunks: int
-    in_chunks_differ: int
-    in_chunks_late: int
-    chunks_equal: bool
-    ahead: int
-    ahead_equal: bool
-    ahead_stale: str
-    turns_cached: int
-    turns: int
-    turns_differ: int
-    turns_late: str
-    foreign: str
-    abandoned: str
-    after: bool
-
-
-def scheduled(device: Device) -> Scheduled:
-    """Send the same requests to engines that schedule otherwise."""
     config = tiny_config(rollout={"max_response_tokens": 64})  # room for two turns
     task = read_task(config)
     prompts = [list(prompt.tokens_T) for prompt in task.prompts.prompts[:8]]
@@ -111,7 +90,7 @@ def scheduled(device: Device) -> Scheduled:
         ahead_equal = same(sample(chunked, requests(prompts)), expected)
         chunked.reset_cache()
         ahead_stale = message_of(lambda: sample_into_one_batch(chunked, prompts[0]), RouteError)
-    return Scheduled(
+    return SimpleNamespace(
         longest=max(map(len, prompts)),
         two_equal=two_equal,
         passes=passes,
@@ -284,28 +263,17 @@ def abandon(engine: Engine, prompts: Sequence[list[int]]) -> None:
             sampler.step()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """A model whose layers have several groups in the KV cache.
+def groups(device: Device, *, model: str) -> SimpleNamespace:
+    """Capture by the slots of the group that keeps all tokens, and by those of the others.
 
-    Attributes:
+    Returns:
+        A model whose layers have several groups in the KV cache.
         kinds: kind of each group; the first is not the one whose slots the table has, or it is.
         chosen: kind of the group whose slots the table has.
         rows, differ: captured rows, and those that are not the routers'.
         late: rows that are not the routers' of the row before.
         others: kind of each other group -> message about routes in its slots.
     """
-
-    kinds: list[str]
-    chosen: str
-    rows: int
-    differ: int
-    late: int
-    others: dict[str, str]
-
-
-def groups(device: Device, *, model: str) -> Groups:
-    """Capture by the slots of the group that keeps all tokens, and by those of the others."""
     half = {"dtype": "bfloat16"}
     config = tiny_config(model, model=half, engine=half, rollout={"max_response_tokens": 64})
     task: Task = read_task(config)
@@ -334,7 +302,7 @@ def groups(device: Device, *, model: str) -> Groups:
             table._slots_N = runner.input_batch.block_table[index].slot_mapping.gpu
             others[kind] = message_of(lambda: complete(engine, prompts[0]), RouteError)
     table.group, table._slots_N = full, slots
-    return Groups(
+    return SimpleNamespace(
         kinds=kinds, chosen=kinds[full], rows=rows, differ=differ, late=late, others=others
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,40 +18,17 @@ from tests.policies import one_update
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRoutes:
-    """Routes of one training step.
+def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> SimpleNamespace:
+    """Sample, distribute, pack and train on real rollouts; read the routers back.
 
-    Attributes:
+    Returns:
+        Routes of one training step.
         proof: largest log-probability difference in the proof of the weight sync.
         slots: captured (token, layer) slots.
         wrong: slots whose token went to other experts than captured.
         k3: of the same tokens with "replay" and with "live" routes.
         abs_max: largest log-probability difference of a trained token.
     """
-
-    proof: float
-    slots: int
-    wrong: int
-    k3: dict[str, float]
-    abs_max: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryMoves:
-    """Memory of the states, and whether the moves restore everything bit for bit."""
-
-    generate_gib: float
-    asleep_gib: float
-    gradient_bytes_in_generate: int
-    optimizer_bytes_in_generate: int
-    optimizer_tensors: int
-    restored: bool
-    random_state_kept: bool
-
-
-def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoutes:
-    """Sample, distribute, pack and train on real rollouts; read the routers back."""
     config = tiny_config(
         parallel={"ep": ep},
         rollout={"prompts_per_step": 8},
@@ -94,7 +71,7 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoute
             )
             slots += len(rows)
             wrong += int((used[layer][i][captured] != given).any(-1).sum())
-    return StepRoutes(
+    return SimpleNamespace(
         proof=proof, slots=slots, wrong=wrong, k3=k3, abs_max=metrics["mismatch/abs_max"].value
     )
 
@@ -111,8 +88,12 @@ def sampled(device: Device, *, ep: int, **engine: Any) -> dict[str, str]:
     return tokens
 
 
-def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
-    """Measure memory in each state, and compare the optimizer state before and after."""
+def memory_moves(device: Device, *, dtype: str) -> SimpleNamespace:
+    """Measure memory in each state, and compare the optimizer state before and after.
+
+    Returns:
+        Memory of the states, and whether the moves restore everything bit for bit.
+    """
     config = tiny_config(engine={"kv_cache_gib": 0.5, "dtype": dtype}, model={"dtype": dtype})
     world = World(device, config)
     policy = world.policy
@@ -136,7 +117,7 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     )
     world.residency.move(State.TRAIN)
     back = all(torch.equal(kept[key], tensor) for key, tensor in policy.memory.optimizer_tensors())
-    return MemoryMoves(
+    return SimpleNamespace(
         generate_gib=generate_gib,
         asleep_gib=asleep_gib,
         gradient_bytes_in_generate=gradient_bytes,

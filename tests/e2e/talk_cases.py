@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,15 @@ import numpy as np
 from r3.engine import Engine, Sampled, Sampling, Transcript, Turn
 from r3.runtime.device import Device
 from r3.types import Rollout, RouteError
-from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
+from tests.talkers import CHATTY, Talker, Yardstick, values
 from tests.tiny import rewards_of, tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutFacts:
-    """One rollout.
+def facts(rollout: Rollout, decode: Callable[[Any], str]) -> SimpleNamespace:
+    """Return what the tests compare of one rollout.
 
-    Attributes:
+    Returns:
+        One rollout.
         name: "PROMPT/SAMPLE".
         rows: rows of routes.
         num_sampled: tokens that the model sampled.
@@ -29,48 +29,11 @@ class RolloutFacts:
         observed_logprobs: largest |log-probability| of a token that was not sampled.
         response: the last message.
     """
-
-    name: str
-    tokens: list[int]
-    rows: int
-    num_sampled: int
-    text: str
-    turns: list[str]
-    finish_reason: str
-    observed_logprobs: float
-    response: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Talk:
-    """One round; `agreement` is None on ranks that do not lead an engine."""
-
-    rollouts: list[RolloutFacts]
-    rewards: list[float]
-    metrics: dict[str, float]
-    agreement: Agreement | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Talks:
-    """Rounds by kind, and the results of right and wrong rows in a later turn.
-
-    Attributes:
-        stopped: last token and finish reason where only a stop string ends a turn.
-    """
-
-    kinds: dict[str, Talk]
-    guards: dict[str, str]
-    stopped: list[list[str]]
-
-
-def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
-    """Return what the tests compare of one rollout."""
     mask = rollout.loss_mask_T
     first = int(mask.argmax())
     starts = np.flatnonzero(np.diff(mask, prepend=0) == 1).tolist()
     ends = [*np.flatnonzero(np.diff(mask) == -1).tolist(), len(mask) - 1][: len(starts)]
-    return RolloutFacts(
+    return SimpleNamespace(
         name=f"{rollout.prompt_id}/{rollout.sample_index}",
         tokens=rollout.tokens_T.tolist(),
         rows=len(rollout.routed_experts),
@@ -91,7 +54,7 @@ def talks(
     kinds: Sequence[str] = (),
     prompts: int = 8,
     is_compared: bool = True,
-) -> Talks:
+) -> SimpleNamespace:
     """Sample kinds of conversation.
 
     The folder has a base model, `tests.tiny.base_model`.
@@ -100,6 +63,11 @@ def talks(
         kinds: which; none: all.
         prompts: prompts of each kind, two samples each.
         is_compared: compare each conversation with transformers, and feed one to the guards.
+
+    Returns:
+        Rounds by kind, and the results of right and wrong rows in a later turn.
+        stopped: last token and finish reason where only a stop string ends a turn.
+        One round; `agreement` is None on ranks that do not lead an engine.
     """
     file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
     file.write_text(CHATTY)
@@ -112,7 +80,7 @@ def talks(
     talker = Talker(device, config)
     yardstick = Yardstick(config.model.path) if is_compared else None
     few = talker.task.prompts.prompts[:prompts]
-    talks: dict[str, Talk] = {}
+    talks: dict[str, SimpleNamespace] = {}
     messages: dict[str, str] = {}
     rounds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -129,7 +97,7 @@ def talks(
     for kind in kinds or rounds:
         collected = talker.collect(prompts=few, **rounds[kind])
         rollouts = collected.rollouts
-        talks[kind] = Talk(
+        talks[kind] = SimpleNamespace(
             rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],
             rewards=rewards_of(collected),
             metrics=values(collected.metrics),
@@ -137,7 +105,7 @@ def talks(
         )
         if kind == "chatty" and yardstick and rollouts:
             messages = guards(talker.engine, rollouts)
-    return Talks(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
+    return SimpleNamespace(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
 
 
 def stopped(talker: Talker, stop: str) -> list[list[str]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import mmap
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e import guard_cases, push_cases, step_cases
-from tests.e2e.guard_cases import Guards
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
 from tests.processor import HAS_AVX512
@@ -66,12 +66,14 @@ def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def guards() -> Guards:
+def guards() -> SimpleNamespace:
     (found,) = run_world(guard_cases.engine_guards, 1)
     return found
 
 
-def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guards) -> None:
+def test_engine_refuses_every_wrong_order_and_every_incomplete_push(
+    guards: SimpleNamespace,
+) -> None:
     found = guards
     expected = {
         "push asleep": "call wake('weights') first",
@@ -107,11 +109,11 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
     assert found.fit == NOTHING
 
 
-def test_a_model_that_is_new_to_the_machine_needs_no_process(guards: Guards) -> None:
+def test_a_model_that_is_new_to_the_machine_needs_no_process(guards: SimpleNamespace) -> None:
     assert guards.inspected_here
 
 
-def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> None:
+def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: SimpleNamespace) -> None:
     first, *others = guards.sleeps
     asleep, half, awake = "asleep already", "with only the weights awake", "awake already"
     for sleep in guards.sleeps:
@@ -130,7 +132,7 @@ def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> 
         assert sleep.weights == first.weights
 
 
-def test_norms_in_one_call_are_the_policys(guards: Guards) -> None:
+def test_norms_in_one_call_are_the_policys(guards: SimpleNamespace) -> None:
     norms = guards.norms
     done, of = norms.replaced
     assert done == of == 17  # four of each layer, and the last one
@@ -142,7 +144,7 @@ def test_norms_in_one_call_are_the_policys(guards: Guards) -> None:
     assert norms.left_alone == ["gemma", "part of a row", "no weight"]
 
 
-def test_rotated_numbers_are_rounded_to_the_nearest_bfloat16(guards: Guards) -> None:
+def test_rotated_numbers_are_rounded_to_the_nearest_bfloat16(guards: SimpleNamespace) -> None:
     """But for sums that float32 rounds to a tie. A kernel that cuts off is right in half of them,
     which vLLM's is without AVX-512."""
     assert guards.rotated > 0.999

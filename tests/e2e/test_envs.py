@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
-from tests.e2e.talk_cases import Talk, Talks
 from tests.runs import rows_of, run, words
 from tests.tiny import base_model
 from tests.world import run_world
@@ -18,18 +18,18 @@ from tests.world import run_world
 pytestmark = pytest.mark.e2e
 
 
-def talked(folder: Path, ranks: int, **options: Any) -> list[Talks]:
+def talked(folder: Path, ranks: int, **options: Any) -> list[SimpleNamespace]:
     base_model(folder / "base")
     return run_world(talk_cases.talks, ranks, folder=str(folder), timeout_s=400.0, **options)
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
+def talks(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     (found,) = talked(tmp_path_factory.mktemp("envs"), 1)
     return found
 
 
-def agrees_with_transformers(talk: Talk) -> None:
+def agrees_with_transformers(talk: SimpleNamespace) -> None:
     agreement = talk.agreement
     assert agreement is not None and agreement.slots > 500
     # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a
@@ -54,14 +54,14 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "calculator"])
-def test_conversations_equal_transformers(talks: Talks, kind: str) -> None:
+def test_conversations_equal_transformers(talks: SimpleNamespace, kind: str) -> None:
     agrees_with_transformers(talks.kinds[kind])
     assert len(talks.kinds[kind].rollouts) == 16
     assert talks.kinds[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
 def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
-    talks: Talks,
+    talks: SimpleNamespace,
 ) -> None:
     said = talks.guards
     assert said["right"] == "True True"
@@ -72,7 +72,7 @@ def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
     assert "rows of routes, got shape" in said["too few"]
 
 
-def test_conversations_have_the_turns_they_should(talks: Talks) -> None:
+def test_conversations_have_the_turns_they_should(talks: SimpleNamespace) -> None:
     assert {len(r.turns) for r in talks.kinds["plain"].rollouts} == {1}
     assert talks.kinds["plain"].metrics == {
         "engine/preemptions": 0.0,
@@ -87,7 +87,7 @@ def test_conversations_have_the_turns_they_should(talks: Talks) -> None:
     assert talks.kinds["game"].metrics["env/turns_mean"] > 2
 
 
-def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: Talks) -> None:
+def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: SimpleNamespace) -> None:
     replies = [
         (text, reply)
         for rollout in talks.kinds["calls"].rollouts
@@ -101,7 +101,7 @@ def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: Talks) 
 
 
 def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
-    talks: Talks,
+    talks: SimpleNamespace,
 ) -> None:
     cut = [r for r in talks.kinds["cut turns"].rollouts if len(r.turns) > 1]
     assert cut
@@ -118,7 +118,7 @@ def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
         )
 
 
-def test_a_base_model_ends_its_turns_as_its_template_does(talks: Talks) -> None:
+def test_a_base_model_ends_its_turns_as_its_template_does(talks: SimpleNamespace) -> None:
     """Its tokenizer and both settings files name `<|endoftext|>`, which it never samples."""
     for kind in ("plain", "chatty"):
         ended = [r for r in talks.kinds[kind].rollouts if r.finish_reason != "length"]
@@ -127,17 +127,17 @@ def test_a_base_model_ends_its_turns_as_its_template_does(talks: Talks) -> None:
         assert not any("<|im_end|>" in r.response for r in ended)
 
 
-def test_a_stop_string_may_be_a_special_token(talks: Talks) -> None:
+def test_a_stop_string_may_be_a_special_token(talks: SimpleNamespace) -> None:
     assert talks.stopped == [["<|im_end|>", "stop"]] * 4
 
 
-def test_conversations_never_outgrow_their_room(talks: Talks) -> None:
+def test_conversations_never_outgrow_their_room(talks: SimpleNamespace) -> None:
     for rollout in talks.kinds["little room"].rollouts:
         assert rollout.turns
     assert "length" in {r.finish_reason for r in talks.kinds["little room"].rollouts}
 
 
-def test_rewards_of_turns_add_up_and_functions_score_the_others(talks: Talks) -> None:
+def test_rewards_of_turns_add_up_and_functions_score_the_others(talks: SimpleNamespace) -> None:
     plain = talks.kinds["plain"]
     assert plain.rewards == [float(len(r.response)) for r in plain.rollouts]
     for rollout, reward in zip(
@@ -147,12 +147,12 @@ def test_rewards_of_turns_add_up_and_functions_score_the_others(talks: Talks) ->
     assert all(0 <= reward <= 1 for reward in talks.kinds["game"].rewards)
 
 
-def sampled(talk: Talk) -> dict[str, list[int]]:
+def sampled(talk: SimpleNamespace) -> dict[str, list[int]]:
     return {rollout.name: rollout.tokens for rollout in talk.rollouts}
 
 
 def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
-    talks: Talks, tmp_path: Path
+    talks: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Of the first two prompts, beside one conversation and beside fifteen."""
     kinds = ("chatty", "tool in workers", "stop strings", "cut turns", "game", "calculator")

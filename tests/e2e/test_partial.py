@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from r3 import assets
 from r3.tools import read_rollouts
 from tests.e2e import partial_cases
-from tests.e2e.partial_cases import Budgets, Copy, Kind
+from tests.e2e.partial_cases import Budgets, Kind
 from tests.runs import rows_of, run, timeless, without_last_checkpoint, words
 from tests.world import run_world
 
@@ -26,7 +27,7 @@ def budgets(tmp_path_factory: pytest.TempPathFactory) -> Budgets:
     return found
 
 
-def rollouts_of(kind: Kind) -> list[Copy]:
+def rollouts_of(kind: Kind) -> list[SimpleNamespace]:
     return [each for step in kind.rollouts for each in step]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from r3 import assets
 from tests.e2e import mask_cases as cases
 from tests.e2e.capture_cases import SMALL_CACHE_GIB
-from tests.e2e.mask_cases import Masked
 from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
 
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def found(ranks: int = 1, **arguments: Any) -> list[Masked]:
+def found(ranks: int = 1, **arguments: Any) -> list[SimpleNamespace]:
     return run_world(cases.masked, ranks, **arguments)
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,12 @@ from r3 import assets
 from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.e2e import workflow_cases
-from tests.e2e.workflow_cases import Episodes
 from tests.runs import rows_of, run, words
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
-Facts = dict[str, Episodes]  # by kind
+Facts = dict[str, SimpleNamespace]  # by kind
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def _prompt(name: str) -> str:
     return name.rsplit("/", 2)[0]
 
 
-def _by_name(found: Episodes) -> dict[str, tuple[str, float]]:
+def _by_name(found: SimpleNamespace) -> dict[str, tuple[str, float]]:
     """What was sampled and its reward, by sequence."""
     return dict(zip(found.names, zip(found.signatures, found.rewards, strict=True), strict=True))
 
@@ -243,7 +243,7 @@ class Agent:
 '''
 
 
-def _by_episode(found: Episodes) -> dict[str, list[int]]:
+def _by_episode(found: SimpleNamespace) -> dict[str, list[int]]:
     """Turns of each sequence, by episode."""
     by_episode: dict[str, list[int]] = {}
     for name, turns in zip(found.names, found.turns, strict=True):

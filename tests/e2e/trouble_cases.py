@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from r3.rollout import EnvironmentFailed
@@ -44,37 +44,15 @@ class Trouble:
 '''
 
 
-@dataclass(frozen=True, kw_only=True)
-class TroubleRound:
-    """One round, by prompt.
+def trouble(device: Device, *, folder: str, limit_s: float) -> SimpleNamespace:
+    """64 conversations of which one crashes, one hangs and one is slow, with every `on_error`.
 
-    Attributes:
+    Returns:
+        Rounds by `on_error`, the prompts with trouble, and the message with `on_error` stop.
+        One round, by prompt.
         order: prompts in the order in which their conversations ended.
         ends: prompts whose environment was opened, and those whose environment was closed.
     """
-
-    tokens: dict[str, list[int]]
-    rewards: dict[str, float]
-    finish_reasons: dict[str, str]
-    metrics: dict[str, float]
-    order: list[str]
-    ends: list[list[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """Rounds by `on_error`, the prompts with trouble, and the message with `on_error` stop."""
-
-    crash: str
-    hang: str
-    slow: str
-    rounds: dict[str, TroubleRound]
-    stop: str
-    stop_ends: list[list[str]]
-
-
-def trouble(device: Device, *, folder: str, limit_s: float) -> Trouble:
-    """64 conversations of which one crashes, one hangs and one is slow, with every `on_error`."""
     config = tiny_config(engine={"max_model_len": 160, "kv_cache_gib": 0.0625})
     talker = Talker(device, config)
     prompts = talker.task.prompts.prompts[:64]
@@ -87,7 +65,7 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> Trouble:
     crashing = Path(folder) / "crashing.py"
     crashing.write_text(TROUBLE.format(crash=crash, hang="no", slow="no", order=order))
     name_of_file = prompts[0].id.rpartition(":")[0]
-    results: dict[str, TroubleRound] = {}
+    results: dict[str, SimpleNamespace] = {}
     common: dict[str, Any] = {"workers": 3, "prompts": prompts, "samples": 1, "max_tokens": 60}
     runs: dict[str, dict[str, Any]] = {
         "calm": {"path": f"{calm}:Trouble", "timeout_s": 60.0},
@@ -107,7 +85,7 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> Trouble:
         order.write_text("")
         collected = talker.collect(**common, **settings)
         rollouts = collected.rollouts
-        results[name] = TroubleRound(
+        results[name] = SimpleNamespace(
             tokens={rollout.prompt_id: rollout.tokens_T.tolist() for rollout in rollouts},
             rewards=dict(zip((r.prompt_id for r in rollouts), rewards_of(collected), strict=True)),
             finish_reasons={rollout.prompt_id: rollout.finish_reason for rollout in rollouts},
@@ -117,7 +95,7 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> Trouble:
         )
     stopping = {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "stop"}
     stop = message_of(lambda: talker.collect(**common, **stopping), EnvironmentFailed)
-    return Trouble(
+    return SimpleNamespace(
         crash=prompts[5].id,
         hang=prompts[9].id,
         slow=prompts[11].id,

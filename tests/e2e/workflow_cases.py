@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import signature
-from tests.talkers import CHATTY, WITHOUT_CLIENT, Agreement, Talker, Yardstick, values
+from tests.talkers import CHATTY, WITHOUT_CLIENT, Talker, Yardstick, values
 from tests.tiny import rewards_of, tiny_config
 
 WORKFLOWS = '''
@@ -184,29 +184,6 @@ REASONING = """
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Episodes:
-    """One round of a workflow.
-
-    Attributes:
-        names: "PROMPT/SAMPLE/SEQUENCE" of each rollout.
-        signatures: tokens, log-probabilities and routes of each rollout.
-        turns: the model's messages in each rollout.
-        texts: each rollout, decoded.
-        routes_sent: rows of routes that a client got and that are those of a rollout.
-        agreement: None on ranks that do not lead an engine.
-    """
-
-    names: list[str]
-    signatures: list[str]
-    turns: list[int]
-    texts: list[str]
-    rewards: list[float]
-    metrics: dict[str, float]
-    routes_sent: int
-    agreement: Agreement | None
-
-
 @contextmanager
 def slow_steps(seconds: float) -> Iterator[None]:
     """Inside, each step of the engine waits before it begins."""
@@ -238,7 +215,7 @@ def episodes(
     kinds: Sequence[str] = (),
     prompts: int = 8,
     is_compared: bool = True,
-) -> dict[str, Episodes]:
+) -> dict[str, SimpleNamespace]:
     """Sample kinds of episodes, by kind.
 
     Args:
@@ -246,6 +223,15 @@ def episodes(
         prompts: prompts of a kind, two samples each. The kinds with trouble have four times as
             many, and at least 16, one sample each.
         is_compared: compare each sequence with transformers.
+
+    Returns:
+        One round of a workflow.
+        names: "PROMPT/SAMPLE/SEQUENCE" of each rollout.
+        signatures: tokens, log-probabilities and routes of each rollout.
+        turns: the model's messages in each rollout.
+        texts: each rollout, decoded.
+        routes_sent: rows of routes that a client got and that are those of a rollout.
+        agreement: None on ranks that do not lead an engine.
     """
     file = Path(folder) / f"mine_{device.rank}.py"
     config = tiny_config(
@@ -262,11 +248,11 @@ def episodes(
         text = text.replace("{" + name + "}", many[index].id.rpartition(":")[2])
     file.write_text(text)
 
-    def of(name: str, **settings: Any) -> Episodes:
+    def of(name: str, **settings: Any) -> SimpleNamespace:
         where = {} if "command" in settings else {"path": f"{file}:{name}"}
         collected = talker.collect(max_turns=20, **where, **{"prompts": many[:prompts]} | settings)
         rollouts: list[Rollout] = collected.rollouts
-        return Episodes(
+        return SimpleNamespace(
             names=[f"{each.prompt_id}/{each.sample_index}/{each.sequence}" for each in rollouts],
             signatures=signature(rollouts),
             turns=[int((each.loss_mask_T[1:] > each.loss_mask_T[:-1]).sum()) for each in rollouts],
@@ -290,7 +276,7 @@ def episodes(
         no_verdict=-1.0,
     )
     scorer = make_scorer(judged, renderer=Renderer(tokenizer, {}))
-    rounds: dict[str, Callable[[], Episodes]] = {
+    rounds: dict[str, Callable[[], SimpleNamespace]] = {
         "environment": lambda: of("Chatty"),
         "talks": lambda: of("Talks"),
         "branching": lambda: of("Branching"),

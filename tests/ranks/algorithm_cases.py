@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,28 +25,16 @@ from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossFigures:
-    """One loss or correction over a micro-batch, summed over the ranks that share sequences.
+def losses(device: Device, *, cp: int) -> dict[str, SimpleNamespace]:
+    """Loss, gradient and counts of every loss and correction, a user's loss among them, over one
+    micro-batch whose sequences are cut `cp` ways.
 
-    Attributes:
+    Returns:
+        One loss or correction over a micro-batch, summed over the ranks that share sequences.
         gradient: weighted by something of the token, so that gradients that changed places show.
         clipped: loss tokens whose ratio was clipped.
         cut: loss tokens outside the correction's bounds; 0 without a correction.
         weight: sum of the correction's weights; 0 without a correction.
-    """
-
-    loss: float
-    gradient: float
-    gradient_squares: float
-    clipped: float
-    cut: float
-    weight: float
-
-
-def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
-    """Loss, gradient and counts of every loss and correction, a user's loss among them, over one
-    micro-batch whose sequences are cut `cp` ways.
     """
     config = tiny_config(parallel={"cp": cp}, rollout={"max_response_tokens": 50})
     mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
@@ -87,7 +76,7 @@ def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
         def counted(stat: str) -> float:
             return total((stats[stat] * on_N).sum()) if stat in stats else 0.0
 
-        found[name] = LossFigures(
+        found[name] = SimpleNamespace(
             loss=total(loss.detach()),
             gradient=total((gradient_N * tokens.targets_N).sum()),
             gradient_squares=total(gradient_N.square().sum()),
@@ -127,11 +116,11 @@ class Filtered:
     entropy_over: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class KlAdvantages:
-    """Advantages by rollout.
+def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
+    """Take the KL from the rewards of one batch after an update.
 
-    Attributes:
+    Returns:
+        Advantages by rollout.
         advantages: after the KL was taken from the rewards.
         without: without any KL.
         by_hand: as `advantages`, worked out response by response; only with one rank.
@@ -141,19 +130,6 @@ class KlAdvantages:
         filtered: only with one rank.
         kl: this rank's sum, and the number of its terms.
     """
-
-    advantages: list[float]
-    without: list[float]
-    by_hand: list[float]
-    episodes: list[float]
-    episodes_by_hand: list[float]
-    half_filtered: list[float]
-    filtered: Filtered | None
-    kl: list[float]
-
-
-def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlAdvantages:
-    """Take the KL from the rewards of one batch after an update."""
     config = tiny_config(
         model,
         parallel=parallel,
@@ -189,7 +165,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     kl_U = torch.stack([by_hand[units_R == unit].sum() for unit in units_R.unique()])
     number_U = torch.arange(len(kl_U))
     episodes_U = dr_grpo((number_U % 3).double() - 0.1 * kl_U, number_U // 2)
-    return KlAdvantages(
+    return SimpleNamespace(
         advantages=_advantages(after, mesh),
         without=dr_grpo(rewards_R, groups_R).tolist(),
         by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),

@@ -10,9 +10,9 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,58 +44,6 @@ from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
 from tests.errors import message_of
 from tests.policies import batches_of, build, one_update, save_checkpoint
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """Name of the folder that a run resumes from, "" if it does not; what the console shows."""
-
-    folder: str
-    notes: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Damaged:
-    """Results by damage, and the updates in the checkpoint that a run falls back to."""
-
-    resumed: dict[str, Resumed]
-    updates: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Injected:
-    """Messages about a program in the metadata and in other files, and whether one ran."""
-
-    load: str
-    resume: str
-    others: list[str]
-    executed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unwritable:
-    """Folder or message by attempt to save, and the files that a failed save leaves."""
-
-    saved: dict[str, str]
-    remaining: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """Message about a broken tensor, and the files after the attempt to save."""
-
-    message: str
-    remaining: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """Results of the functions of these names."""
-
-    code_in_metadata: Injected
-    suspended_conversations: dict[str, Resumed]
-    unwritable: Unwritable
-    unsound: dict[str, Broken]
 
 
 class Executed:
@@ -202,8 +150,12 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def damaged(device: Device, *, out: str) -> Damaged:
-    """Save two steps, and damage the newest in every way of DAMAGE."""
+def damaged(device: Device, *, out: str) -> SimpleNamespace:
+    """Save two steps, and damage the newest in every way of DAMAGE.
+
+    Returns:
+        Results by damage, and the updates in the checkpoint that a run falls back to.
+    """
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
@@ -233,7 +185,7 @@ def damaged(device: Device, *, out: str) -> Damaged:
         flip_bit(run_dir.checkpoint(1) / "common.pt", 9)
     dist.barrier()
     resumed["both damaged"] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
-    return Damaged(resumed=resumed, updates=updates)
+    return SimpleNamespace(resumed=resumed, updates=updates)
 
 
 def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
@@ -244,8 +196,12 @@ def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
     return RunDir(folder)
 
 
-def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resumed:
-    """Find the checkpoint that a run would resume from."""
+def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> SimpleNamespace:
+    """Find the checkpoint that a run would resume from.
+
+    Returns:
+        Name of the folder that a run resumes from, "" if it does not; what the console shows.
+    """
     step, folder = step_folders(run_dir.checkpoints)[-1]
     start = Opened(
         checkpoint=folder,
@@ -256,12 +212,12 @@ def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resum
     try:
         start = newest_whole(start, run_dir, config, mesh.world, writes=True)
     except ResumeError as error:
-        return Resumed(folder="", notes=[str(error)])
+        return SimpleNamespace(folder="", notes=[str(error)])
     finally:
         dist.barrier()
     left = [folder.name for _, folder in step_folders(run_dir.checkpoints)]
     assert start.checkpoint is not None and start.checkpoint.name == left[-1], left
-    return Resumed(folder=start.checkpoint.name, notes=list(start.notes))
+    return SimpleNamespace(folder=start.checkpoint.name, notes=list(start.notes))
 
 
 def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
@@ -270,11 +226,15 @@ def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
     return policy.update_number
 
 
-def refused(device: Device, *, out: str) -> Refused:
-    """Checkpoints that must not be read or written, all of one policy after one update."""
+def refused(device: Device, *, out: str) -> SimpleNamespace:
+    """Checkpoints that must not be read or written, all of one policy after one update.
+
+    Returns:
+        Results of the functions of these names.
+    """
     mesh, policy = trained(device)
     parts = device, mesh, policy
-    return Refused(
+    return SimpleNamespace(
         code_in_metadata=code_in_metadata(*parts, Path(out) / "code"),
         suspended_conversations=suspended_conversations(*parts, Path(out) / "suspended"),
         unwritable=unwritable(*parts, Path(out) / "unwritable"),
@@ -290,8 +250,12 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
     return mesh, policy
 
 
-def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Injected:
-    """Put a program into files of a checkpoint, with a manifest that fits; then load it."""
+def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleNamespace:
+    """Put a program into files of a checkpoint, with a manifest that fits; then load it.
+
+    Returns:
+        Messages about a program in the metadata and in other files, and whether one ran.
+    """
     others = []
     for put in (lambda new: forge(new, "common.pt", program(new)), forge_program):
         folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
@@ -315,12 +279,14 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> I
     load = message_of(lambda: checkpoint.load_checkpoint(folder, policy, device, mesh), ValueError)
     dist.barrier()
     (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
-    return Injected(load=load, resume=note, others=others, executed=(out / "executed").exists())
+    return SimpleNamespace(
+        load=load, resume=note, others=others, executed=(out / "executed").exists()
+    )
 
 
 def suspended_conversations(
     device: Device, mesh: Mesh, policy: Policy, out: Path
-) -> dict[str, Resumed]:
+) -> dict[str, SimpleNamespace]:
     """Resume from a checkpoint with pickled environments, as its own run and as another one."""
     run_dir, resumed = RunDir(out), {}
     writer = RunState.new("0123456789abcdef")
@@ -334,8 +300,12 @@ def suspended_conversations(
     return resumed
 
 
-def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwritable:
-    """Save to a disk that takes no large file and into a path that is a file; then as usual."""
+def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleNamespace:
+    """Save to a disk that takes no large file and into a path that is a file; then as usual.
+
+    Returns:
+        Folder or message by attempt to save, and the files that a failed save leaves.
+    """
     folder, saved = out / "checkpoints", {}
 
     def attempt(name: str, into: Path) -> None:
@@ -357,11 +327,15 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
     dist.barrier()
     attempt("not a folder", out / "file")
     attempt("good", folder)
-    return Unwritable(saved=saved, remaining=remaining)
+    return SimpleNamespace(saved=saved, remaining=remaining)
 
 
-def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Broken]:
-    """Save with a broken weight and broken moments on the second rank only."""
+def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, SimpleNamespace]:
+    """Save with a broken weight and broken moments on the second rank only.
+
+    Returns:
+        Message about a broken tensor, and the files after the attempt to save.
+    """
     save_checkpoint(out, policy, device, mesh, step=1)
     weight = next(policy.chunks[0].parameters()).data
     tensors = dict(policy.memory.optimizer_tensors())
@@ -385,7 +359,7 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
             message = str(error)
         tensor.copy_(kept)
         remaining = sorted(path.name for path in out.iterdir())
-        broken[name] = Broken(message=message, remaining=remaining)
+        broken[name] = SimpleNamespace(message=message, remaining=remaining)
         dist.barrier()
     assert torch.isfinite(weight).all()
     return broken

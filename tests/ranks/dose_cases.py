@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -40,18 +41,12 @@ class Dose:
     hits: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoseResponse:
-    """Passes with live routes, by share of corrupted slots, by corrupted layer, by misalignment."""
+def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> SimpleNamespace:
+    """Measure k3 and agreement by share of corrupted slots, and for misaligned routes.
 
-    live: Dose
-    doses: dict[str, Dose]
-    one_layer: list[Dose]
-    misaligned: dict[str, Dose]
-
-
-def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> DoseResponse:
-    """Measure k3 and agreement by share of corrupted slots, and for misaligned routes."""
+    Returns:
+        Passes with live routes, by share of corrupted slots, by corrupted layer, by misalignment.
+    """
     config = tiny_config(
         model,
         engine={"dtype": engine_dtype},
@@ -116,7 +111,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Dose
             hits.append(hit)
         return replace(measure(micro_batches), hits=torch.cat(hits).sum(0).tolist())
 
-    return DoseResponse(
+    return SimpleNamespace(
         live=measure(correct, "live"),
         doses={str(share): corrupted(share) for share in DOSES},
         one_layer=[corrupted(0.1, only=layer) for layer in layers],

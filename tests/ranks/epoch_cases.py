@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,36 +19,6 @@ from tests.policies import LENGTHS, batches_of, build, policy_of, step_rewards, 
 from tests.tiny import tiny_config
 
 _LR = 3e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Epochs:
-    """A step of several epochs, by R3 and by hand.
-
-    Attributes:
-        way: largest change of a weight by the step.
-        off_by: largest difference between the weights of both.
-        off_by_once: the same, if the loop makes one epoch only.
-        off_by_rescored: the same, if the loop scores pi_old again before each epoch.
-        off_by_live: the same, if the loop lets routers choose after the first epoch.
-        scored: micro-batches that R3 scored before the updates.
-        of_first, of_step: micro-batches of the first update, and of an epoch.
-        updates: that the policy counts.
-        row: metrics of the step.
-        clipped: share of clipped loss tokens by epoch, by hand.
-    """
-
-    way: float
-    off_by: float
-    off_by_once: float
-    off_by_rescored: float
-    off_by_live: float
-    scored: int
-    of_first: int
-    of_step: int
-    updates: int
-    row: dict[str, float]
-    clipped: list[float]
 
 
 class Reported:
@@ -76,8 +46,22 @@ class Reported:
 
 def epochs(
     device: Device, *, model: str, updates: int, count: int, parallel: dict[str, int]
-) -> Epochs:
-    """Make a step with `train_step`, and loops over the same batches."""
+) -> SimpleNamespace:
+    """Make a step with `train_step`, and loops over the same batches.
+
+    Returns:
+        A step of several epochs, by R3 and by hand.
+        way: largest change of a weight by the step.
+        off_by: largest difference between the weights of both.
+        off_by_once: the same, if the loop makes one epoch only.
+        off_by_rescored: the same, if the loop scores pi_old again before each epoch.
+        off_by_live: the same, if the loop lets routers choose after the first epoch.
+        scored: micro-batches that R3 scored before the updates.
+        of_first, of_step: micro-batches of the first update, and of an epoch.
+        updates: that the policy counts.
+        row: metrics of the step.
+        clipped: share of clipped loss tokens by epoch, by hand.
+    """
     config = tiny_config(
         model,
         parallel=parallel,
@@ -98,7 +82,7 @@ def epochs(
         return _distance(_weights(other), after), clipped
 
     same, clipped = off_by(count=count)
-    return Epochs(
+    return SimpleNamespace(
         way=_distance(start, after),
         off_by=same,
         off_by_once=off_by(count=1)[0],
@@ -183,25 +167,18 @@ def _distance(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A step of two epochs.
+def variants(
+    device: Device, *, model: str, settings: dict[str, dict[str, Any]]
+) -> list[SimpleNamespace]:
+    """Make a step of two epochs under each of the settings.
 
-    Attributes:
+    Returns:
+        A step of two epochs.
         way: largest change of a weight.
         passes: micro-batches that were scored, divided by those of the step, by mode.
         updates: that the policy counts.
         row: metrics.
     """
-
-    way: float
-    passes: dict[str, float]
-    updates: int
-    row: dict[str, float]
-
-
-def variants(device: Device, *, model: str, settings: dict[str, dict[str, Any]]) -> list[Variant]:
-    """Make a step of two epochs under each of the settings."""
     found = []
     mesh = build_mesh(device, tiny_config(model).parallel)
     for values in settings.values():
@@ -216,7 +193,7 @@ def variants(device: Device, *, model: str, settings: dict[str, dict[str, Any]])
         train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
         count = len(batches[0].micro_batches)
         found.append(
-            Variant(
+            SimpleNamespace(
                 way=_distance(start, _weights(policy)),
                 passes={mode: number / count for mode, number in reported.scored.items()},
                 updates=policy.update_number,

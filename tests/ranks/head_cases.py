@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,11 +144,11 @@ class LogitRows(TorchDispatchMode):
         return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """Rows of logits in one tensor, and what chunks change.
+def peak(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
+    """Score and train with and without chunks, and watch every tensor.
 
-    Attributes:
+    Returns:
+        Rows of logits in one tensor, and what chunks change.
         tokens: of the largest micro-batch.
         arrived: gradients of the output weight.
         rows_whole: most rows of logits in one tensor without chunks: scoring, training.
@@ -157,20 +158,6 @@ class Peak:
         added: the same where products add to Megatron's buffer, as on CUDA.
         forgotten: the same if the head did not know whether its weight is the embedding.
     """
-
-    tokens: int
-    micro_batches: int
-    arrived: int
-    rows_whole: list[int]
-    rows_chunks: list[int]
-    scores: float
-    gradients: float
-    added: float
-    forgotten: float
-
-
-def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
-    """Score and train with and without chunks, and watch every tensor."""
     config = tiny_config(model, parallel=parallel)
     mesh = build_mesh(device, config.parallel)
     policy = Policy(config, device, mesh, ModelShape.read(model))
@@ -208,7 +195,7 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
         pairs = zip(seen["whole"][1], seen[name][1], strict=True)
         return max(float((one - other).abs().max()) for one, other in pairs) / largest
 
-    return Peak(
+    return SimpleNamespace(
         tokens=max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
         micro_batches=len(batch.micro_batches),
         arrived=count,
@@ -221,23 +208,14 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bonus:
-    """The entropy bonus alone.
+def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
+    """Step along the gradient of a loss that is the entropy bonus alone, and measure entropy.
 
-    Attributes:
+    Returns:
+        The entropy bonus alone.
         measured: change of the mean entropy along the loss's gradient, per unit of length.
         promised: what the gradient says it is.
     """
-
-    loss: float
-    entropy: float
-    measured: float
-    promised: float
-
-
-def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> Bonus:
-    """Step along the gradient of a loss that is the entropy bonus alone, and measure entropy."""
     coef = 0.5
     config = tiny_config(model, parallel=parallel, algo={"entropy_coef": coef})
     mesh, policy = build(device, config)
@@ -265,7 +243,7 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> Bonus:
         return float((torch.cat(scores.entropy).double() * masks).sum() / masks.sum())
 
     step, entropy = 0.01, entropy_at(0.0)
-    return Bonus(
+    return SimpleNamespace(
         # One rank of tp reports it.
         loss=metrics["loss/total"].total if policy.reports else -coef * entropy,
         entropy=entropy,
@@ -274,32 +252,18 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> Bonus:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """A policy against the float32 one with the same weights and routes.
+def bfloat16(device: Device, *, model: str) -> dict[str, SimpleNamespace]:
+    """Score and train in float32, in bfloat16, and in bfloat16 with a float32 head.
 
-    Attributes:
+    Returns:
+        A policy against the float32 one with the same weights and routes.
         logprobs: mean difference.
         loss: relative difference.
         cosine: between the gradients.
         norm: ratio of the gradients' norms.
         weights, states, router, scores, gradient: dtypes of these tensors.
     """
-
-    logprobs: float
-    loss: float
-    cosine: float
-    norm: float
-    weights: str
-    states: list[str]
-    router: list[str]
-    scores: str
-    gradient: str
-
-
-def bfloat16(device: Device, *, model: str) -> dict[str, Precision]:
-    """Score and train in float32, in bfloat16, and in bfloat16 with a float32 head."""
-    figures: dict[str, Precision] = {}
+    figures: dict[str, SimpleNamespace] = {}
     true: tuple[torch.Tensor, torch.Tensor, float] | None = None
     mesh = build_mesh(device, tiny_config(model).parallel)
     for name, dtype, fp32_head in (
@@ -332,7 +296,7 @@ def bfloat16(device: Device, *, model: str) -> dict[str, Precision]:
         loss = metrics["loss/total"].total
         if true is None:
             true = logprobs_N, gradient, loss
-        figures[name] = Precision(
+        figures[name] = SimpleNamespace(
             logprobs=float((logprobs_N - true[0]).abs().mean()),
             loss=abs(loss - true[2]) / abs(true[2]),
             cosine=float(torch.cosine_similarity(gradient.double(), true[1].double(), dim=0)),

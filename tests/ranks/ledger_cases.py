@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ from tests.wrong_routes import patched, rows_lost, samples_swapped, with_routes
 VERSION = 7
 
 
-@dataclass(frozen=True, kw_only=True)
-class Account:
-    """The ledger of steps on one rank.
+def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
+    """Make steps in this layout, without and with each fault.
 
-    Attributes:
+    Returns:
+        The ledger of steps on one rank.
         sound, gaps: routing/* of a step without missing rows, and of one with.
         messages: by fault.
         layers: MoE layers of this rank's routers.
@@ -35,19 +36,6 @@ class Account:
         packed_layers: layers in the routes of its micro-batches.
         itemsize: bytes per expert id.
     """
-
-    sound: dict[str, float]
-    gaps: dict[str, float]
-    messages: dict[str, str]
-    layers: list[int]
-    data_rank: int
-    packed_layers: list[int]
-    itemsize: int
-    packed_tokens: int
-
-
-def account(device: Device, *, model: str, parallel: dict[str, int]) -> Account:
-    """Make steps in this layout, without and with each fault."""
     config = tiny_config(model, parallel=parallel)
     mesh, policy = build(device, config)
     rollouts = [
@@ -118,7 +106,7 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> Account:
             messages[name] = complaint(lambda: dealt(rollouts))
     with patched(Replay, "load", rows_lost):
         messages["lost"] = complaint(lambda: reconcile(step_row(rollouts)))
-    return Account(
+    return SimpleNamespace(
         sound=sound,
         gaps=gaps,
         messages=messages,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,11 +77,11 @@ def adapters(policy: Policy) -> list[Adapter]:
     return [each for chunk in policy.chunks for each in chunk.lora.adapters]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Oracle:
-    """Relative errors (Frobenius) against autograd through transformers with W + s B A.
+def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) -> SimpleNamespace:
+    """One update of a single rank and of transformers.
 
-    Attributes:
+    Returns:
+        Relative errors (Frobenius) against autograd through transformers with W + s B A.
         gradient: of the worst factor.
         moved: of what one AdamW step adds, over all factors.
         norm: of the gradient norm.
@@ -91,20 +92,6 @@ class Oracle:
         started: a policy that starts from the exported adapter has the weights of this one, and so
             has its reference policy after an update.
     """
-
-    gradient: float
-    moved: float
-    norm: float
-    pairs: int
-    buffers: int
-    state: int
-    values: int
-    base_kept: bool
-    started: bool
-
-
-def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) -> Oracle:
-    """One update of a single rank and of transformers."""
     config = settings(model, tuple(targets))
     mesh, policy = build(device, config)
     began = {slot.name: slot.tensor.clone() for slot in policy.slots}
@@ -147,7 +134,7 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
     whole = torch.cat([x.flatten() for x in expected])
     with policy.reference_weights():
         kept = all(torch.equal(slot.tensor, began[slot.name]) for slot in policy.slots)
-    return Oracle(
+    return SimpleNamespace(
         gradient=max(errors),
         moved=float(off.norm() / whole.norm()),
         norm=abs(update.grad_norm / float(norm) - 1),
@@ -240,27 +227,9 @@ def transformers_loss(
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantised:
-    """A policy with a quantised base, beside one that starts from its exported weights.
-
-    Attributes:
-        same: gradients, norm and weights after an update are the same bit for bit.
-        from_model: gradients are the same as those of the unquantised model.
-        reference: weights of the reference policy are the exported ones, and the policy's are the
-            same bit for bit afterwards.
-        error: of the exported weights of layers, relative to the model's (Frobenius).
-        resident: bytes of the policy's matrices of layers after an offload, per byte of `dtype`.
-    """
-
-    same: bool
-    from_model: bool
-    reference: bool
-    error: float
-    resident: float
-
-
-def quantised(device: Device, *, model: str, out: str, rows: dict[str, Any]) -> list[Quantised]:
+def quantised(
+    device: Device, *, model: str, out: str, rows: dict[str, Any]
+) -> list[SimpleNamespace]:
     """Compare policies with quantised bases, one row after the other."""
     return [
         _quantised(
@@ -270,7 +239,18 @@ def quantised(device: Device, *, model: str, out: str, rows: dict[str, Any]) -> 
     ]
 
 
-def _quantised(device: Device, config: Config, out: Path) -> Quantised:
+def _quantised(device: Device, config: Config, out: Path) -> SimpleNamespace:
+    """Compare a policy with a quantised base with one that starts from its exported weights.
+
+    Returns:
+        What of both agrees.
+        same: gradients, norm and weights after an update are the same bit for bit.
+        from_model: gradients are the same as those of the unquantised model.
+        reference: weights of the reference policy are the exported ones, and the policy's are the
+            same bit for bit afterwards.
+        error: of the exported weights of layers, relative to the model's (Frobenius).
+        resident: bytes of the policy's matrices of layers after an offload, per byte of `dtype`.
+    """
     mesh, policy = build(device, config)
     small = read_small_files(config.model.path)
     stream = WeightStream(policy, device, mesh)
@@ -304,7 +284,7 @@ def _quantised(device: Device, config: Config, out: Path) -> Quantised:
         for made in made
     )
     forget_mesh()
-    return Quantised(
+    return SimpleNamespace(
         same=len(ours) == len(same) and all(map(torch.equal, ours, same)),
         from_model=all(map(torch.equal, ours, other)),
         reference=reference and all(map(torch.equal, after, ours[-len(after) :])),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,42 +16,6 @@ import torch
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from tests.ranks.router_model import EXPERTS, HIDDEN, ROUTERS, SOFTMAX, Model, load, model_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class OracleErrors:
-    """E2 for one router, mask and precision: relative errors by part, and exact properties."""
-
-    errors: dict[str, float]
-    shared_with_live: int
-    logit_gradient: float
-    outside_mask: float
-    row_sum: float
-    router_gradient: float
-    finite_difference: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopOne:
-    """A softmax over one expert: Megatron's refusal, and the gradients if it is built anyway."""
-
-    refusal: str
-    router_gradient: float
-    expected: float
-    expert_gradient: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """Output of one MoE layer and the gradients of a fixed scalar of it."""
-
-    output: torch.Tensor
-    input: torch.Tensor
-    router: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    logits: torch.Tensor
-    gates: torch.Tensor
 
 
 def oracle(
@@ -63,7 +27,7 @@ def oracle(
     score: str,
     over_all: bool,
     scale: float,
-) -> Gradients:
+) -> SimpleNamespace:
     """The layer from its definition: no top-k, no gather, no dispatch, no Megatron."""
     x, router, w1, w2 = (
         tensor.detach().double().requires_grad_()
@@ -84,7 +48,7 @@ def oracle(
     output = (gates.unsqueeze(-1) * everyone).sum(1)
     (output * upstream.double()).sum().backward()
     grads = [tensor.grad for tensor in (x, router, w1, w2, logits)]
-    return Gradients(
+    return SimpleNamespace(
         output=output.detach(),
         **dict(zip(("input", "router", "w1", "w2", "logits"), grads, strict=True)),
         gates=gates.detach(),
@@ -93,9 +57,12 @@ def oracle(
 
 def routed_layer(
     model: Model, hidden: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor
-) -> Gradients:
+) -> SimpleNamespace:
     """The same from Megatron's MoE layer (router, dispatcher, experts) under replay; without the
     shared expert.
+
+    Returns:
+        Output of one MoE layer and the gradients of a fixed scalar of it.
     """
     moe = model.moe
     for parameter in moe.parameters():
@@ -125,7 +92,7 @@ def routed_layer(
     hook.remove()
     moe.router.gating = gating
     w1, w2 = expert_tensors(moe, gradients=True)
-    return Gradients(
+    return SimpleNamespace(
         output=output.detach(),
         input=x.grad,
         router=moe.router.weight.grad,
@@ -229,11 +196,14 @@ def live_mask(model: Model, hidden: torch.Tensor) -> torch.Tensor:
         return model.moe.router(hidden[:, None])[1]
 
 
-def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
+def against_oracle(device: Device, mesh: Mesh) -> dict[str, SimpleNamespace]:
     """E2: relative errors of output and gradients for every router, precision and kind of mask, and
     exact properties.
+
+    Returns:
+        E2 for one router, mask and precision: relative errors by part, and exact properties.
     """
-    found: dict[str, OracleErrors] = {}
+    found: dict[str, SimpleNamespace] = {}
     for name, options in ROUTERS.items():
         for dtype in (torch.float32, torch.float64):
             model, weights, settings = layer_in(device, mesh, options, dtype)
@@ -249,7 +219,7 @@ def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
                         part: relative_error(getattr(ours, part), getattr(expected, part))
                         for part in ("output", "input", "router", "w1", "w2", "logits", "gates")
                     }
-                    found[f"{name} / {kind} / {dtype}"] = OracleErrors(
+                    found[f"{name} / {kind} / {dtype}"] = SimpleNamespace(
                         errors=errors,
                         shared_with_live=int((mask & live).sum()),
                         logit_gradient=float(ours.logits.abs().max()),
@@ -264,7 +234,11 @@ def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
 
 
 def _finite_difference(
-    model: Model, hidden: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor, at: Gradients
+    model: Model,
+    hidden: torch.Tensor,
+    mask: torch.Tensor,
+    upstream: torch.Tensor,
+    at: SimpleNamespace,
 ) -> float:
     """Relative error of the directional derivative along a random move of router weight and input
     together.
@@ -287,9 +261,12 @@ def _finite_difference(
     return abs((values[0] - values[1]) / (2 * step) - expected) / abs(expected)
 
 
-def top_1_softmax(device: Device, mesh: Mesh) -> TopOne:
+def top_1_softmax(device: Device, mesh: Mesh) -> SimpleNamespace:
     """A softmax over one logit is 1 whatever the logit: Megatron refuses to build it, and the
     router would learn nothing.
+
+    Returns:
+        A softmax over one expert: Megatron's refusal, and the gradients if it is built anyway.
     """
     try:
         model_of(device, mesh, SOFTMAX | {"moe_router_topk": 1})
@@ -305,7 +282,7 @@ def top_1_softmax(device: Device, mesh: Mesh) -> TopOne:
     mask = _masks(rng, live_mask(model, hidden))["random"]
     ours = routed_layer(model, hidden, mask, upstream)
     expected = oracle(hidden, weights, mask, upstream, **settings)
-    return TopOne(
+    return SimpleNamespace(
         refusal=refusal,
         router_gradient=float(ours.router.abs().max()),
         expected=float(expected.router.abs().max()),

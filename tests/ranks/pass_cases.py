@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,89 +30,19 @@ from tests.policies import (
 from tests.tiny import tiny_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class OldPass:
-    """The first update, compared with the pass before it that scored old log-probabilities.
+def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
+    """E7: the first update against the old pass: replay in both, in one, with recorded routes.
 
-    Attributes:
+    Returns:
+        Old passes by mode, and four updates with routes that were recorded before the first.
+        agreement: share of slots whose live route is the recorded one, by update.
+        kept_routes: whether a forward after each update still uses the recorded routes.
+        The first update, compared with the pass before it that scored old log-probabilities.
         tokens: loss tokens.
         off_by: largest |ratio - 1|.
         clipped: clipped tokens.
         agreed, slots: slots of agreeing routes, and all.
     """
-
-    tokens: int
-    off_by: float
-    clipped: float
-    agreed: float
-    slots: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Consistency:
-    """Old passes by mode, and four updates with routes that were recorded before the first.
-
-    Attributes:
-        agreement: share of slots whose live route is the recorded one, by update.
-        kept_routes: whether a forward after each update still uses the recorded routes.
-    """
-
-    old_passes: dict[str, OldPass]
-    agreement: list[float]
-    kept_routes: list[bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModeReport:
-    """What one step reports in a replay mode.
-
-    Attributes:
-        scored: (mode, micro-batches) of every scoring pass.
-        sizes: micro-batches of every update.
-        row: metrics of the step.
-        agreement_slots: slots behind `routing/agreement`.
-        agreement, all_slots: the same, measured before the step.
-        k3_ratio: live k3 / replayed k3 of the sample, scored alone before the step.
-        whole_k3_ratio: the same of the whole micro-batch.
-    """
-
-    scored: list[list[Any]]
-    sizes: list[int]
-    row: dict[str, float]
-    agreement_slots: float
-    agreement: float | None
-    all_slots: int
-    k3_ratio: float
-    whole_k3_ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accident:
-    """What is left of a schedule that raised an error in the middle.
-
-    Attributes:
-        message: of the error.
-        state: of the last router's tap and of the replay.
-        same: whether a pass after it gives the same log-probabilities, bit for bit.
-        grad_norm: of an update after it.
-    """
-
-    message: str
-    state: list[Any]
-    same: bool
-    grad_norm: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Modes:
-    """Reports by replay mode, and an accident."""
-
-    reports: dict[str, ModeReport]
-    accident: Accident
-
-
-def consistency(device: Device, *, model: str, ep: int) -> Consistency:
-    """E7: the first update against the old pass: replay in both, in one, with recorded routes."""
     mesh, policy = build(device, tiny_config(model, parallel={"ep": ep}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     ratios: list[torch.Tensor] = []
@@ -140,7 +71,7 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         passes = Passes(old=scores.logprobs, recorded=recorded)
         metrics = policy.forward_backward(batch, passes, loss=watched)
         ratio = torch.cat(ratios)
-        old_passes[old_mode] = OldPass(
+        old_passes[old_mode] = SimpleNamespace(
             tokens=len(ratio),
             off_by=float((ratio - 1).abs().max()),
             clipped=metrics["loss/clip_frac"].total,
@@ -155,7 +86,7 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         _, metrics = one_update(policy, batch, Passes(recorded=recorded), total_updates=100)
         agreement.append(metrics["routing/agreement"].total / metrics["routing/agreement"].count)
         kept_routes.append(_keeps(policy, batch, recorded))
-    return Consistency(old_passes=old_passes, agreement=agreement, kept_routes=kept_routes)
+    return SimpleNamespace(old_passes=old_passes, agreement=agreement, kept_routes=kept_routes)
 
 
 def _keeps(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bool:
@@ -173,14 +104,26 @@ def _keeps(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bo
     )
 
 
-def modes(device: Device, *, model: str) -> Modes:
-    """Make one step per replay mode, with the reference replayed or not; then an accident."""
+def modes(device: Device, *, model: str) -> SimpleNamespace:
+    """Make one step per replay mode, with the reference replayed or not; then an accident.
+
+    Returns:
+        Reports by replay mode, and an accident.
+        What one step reports in a replay mode.
+        scored: (mode, micro-batches) of every scoring pass.
+        sizes: micro-batches of every update.
+        row: metrics of the step.
+        agreement_slots: slots behind `routing/agreement`.
+        agreement, all_slots: the same, measured before the step.
+        k3_ratio: live k3 / replayed k3 of the sample, scored alone before the step.
+        whole_k3_ratio: the same of the whole micro-batch.
+    """
     config = tiny_config(
         model, model={"recompute": "full"}, algo={"kl_coef": 0.1}, train={"lr": 0.02}
     )
     mesh = build_mesh(device, config.parallel)
     nothing_R = torch.zeros(0)
-    reports: dict[str, ModeReport] = {}
+    reports: dict[str, SimpleNamespace] = {}
     for name, replay, updates in (
         ("off", {"mode": "off"}, 2),
         ("r2", {"mode": "r2"}, 2),
@@ -226,7 +169,7 @@ def modes(device: Device, *, model: str) -> Modes:
         rewards = step_rewards(nothing_R, nothing_R)
         train_step(policy, batches, setting, rewards=rewards, step=2, report=report)
         policy.score = real  # type: ignore[method-assign]
-        reports[name] = ModeReport(
+        reports[name] = SimpleNamespace(
             scored=[list(each) for each in scored],
             sizes=[len(batch.micro_batches) for batch in batches],
             row={key: type(some[0]).reduce(some) for key, some in parts.items()},
@@ -236,11 +179,19 @@ def modes(device: Device, *, model: str) -> Modes:
             k3_ratio=k3[0].total / k3[1].total,
             whole_k3_ratio=whole_k3[0].total / whole_k3[1].total,
         )
-    return Modes(reports=reports, accident=_accident(policy, batches[0]))
+    return SimpleNamespace(reports=reports, accident=_accident(policy, batches[0]))
 
 
-def _accident(policy: Policy, batch: Batch) -> Accident:
-    """Raise an error in the forward of an update's second micro-batch; then make further passes."""
+def _accident(policy: Policy, batch: Batch) -> SimpleNamespace:
+    """Raise an error in the forward of an update's second micro-batch; then make further passes.
+
+    Returns:
+        What is left of a schedule that raised an error in the middle.
+        message: of the error.
+        state: of the last router's tap and of the replay.
+        same: whether a pass after it gives the same log-probabilities, bit for bit.
+        grad_norm: of an update after it.
+    """
     before = policy.score(batch.micro_batches, mode="live").logprobs
     last = max(policy.replay.taps)
     calls = []
@@ -261,7 +212,7 @@ def _accident(policy: Policy, batch: Batch) -> Accident:
     tap = policy.replay.taps[last]
     state = [tap.mode, tap.training, tap.forwards, tap.leftovers(), tap.counts, policy.replay.mode]
     after = policy.score(batch.micro_batches, mode="live").logprobs
-    return Accident(
+    return SimpleNamespace(
         message=message,
         state=state,
         same=all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),

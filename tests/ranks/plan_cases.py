@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,28 +18,17 @@ from tests.tiny import tiny_config
 from tests.wrong_routes import patched
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plans:
-    """One rank of two that share experts.
+def plans(device: Device, *, model: str, experts: str) -> SimpleNamespace:
+    """Passes with full recomputation, so that recomputations need the sizes, too.
 
-    Attributes:
+    Returns:
+        One rank of two that share experts.
         micro_batches, layers: numbers of micro-batches and of MoE layers.
         exchanges: exchanges of the sizes of a layer in one pass, by kind of pass.
         same: whether loss and gradients are the same bits with and without a plan.
         message: error of a pass whose plan has the sizes of other layers.
         other_tokens: error of one whose plan is made of the same routes, but those of other tokens.
     """
-
-    micro_batches: int
-    layers: int
-    exchanges: dict[str, int]
-    same: bool
-    message: str
-    other_tokens: str
-
-
-def plans(device: Device, *, model: str, experts: str) -> Plans:
-    """Passes with full recomputation, so that recomputations need the sizes, too."""
     kind = experts_as_on_cuda(experts)
     sections = {"experts": kind, "recompute": "full"}
     _, policy = build(device, tiny_config(model, parallel={"ep": 2}, model=sections))
@@ -75,7 +65,7 @@ def plans(device: Device, *, model: str, experts: str) -> Plans:
     message = message_of(lambda: policy.forward_backward(batch), AssertionError)
     policy.replay.plan = lambda routes: plan(list(map(_in_other_order, routes)))
     other_tokens = message_of(lambda: policy.forward_backward(batch), AssertionError)
-    return Plans(
+    return SimpleNamespace(
         micro_batches=len(batch.micro_batches),
         layers=len(policy.replay.layers),
         exchanges=exchanges,

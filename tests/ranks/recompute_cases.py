@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,29 +32,18 @@ class LastFirst(RouterTap):
         return scores.gather(1, routes_NK), routes_NK
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recomputation:
-    """Gradients with every kind of recomputation, against those without and one by one.
-
-    Attributes:
-        dtype: of the policy.
-        recomputed: router forwards inside backward passes, by kind of recomputation.
-        difference: "KIND, ORDER" -> largest difference, relative to the largest gradient.
-        messages: "KIND, ORDER" -> error, if there was one.
-    """
-
-    dtype: str
-    micro_batches: int
-    recomputed: dict[str, int]
-    difference: dict[str, float]
-    messages: dict[str, str]
-
-
-def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Recomputation:
+def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> SimpleNamespace:
     """E8: micro-batches one by one, in flight together, out of order, and with a faulty tap.
 
     In flight together means: forward all, then backward in the same order, as the first stage of a
     pipeline does.
+
+    Returns:
+        Gradients with every kind of recomputation, against those without and one by one.
+        dtype: of the policy.
+        recomputed: router forwards inside backward passes, by kind of recomputation.
+        difference: "KIND, ORDER" -> largest difference, relative to the largest gradient.
+        messages: "KIND, ORDER" -> error, if there was one.
     """
     config = tiny_config(model, model={"experts": experts_as_on_cuda(experts), "dtype": dtype})
     mesh = build_mesh(device, config.parallel)
@@ -91,7 +81,7 @@ def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Re
             gradients[f"{recompute}, {name}"] = _gradient_buffers(policy)
     expected = gradients["none, one by one"]
     largest = max(float(gradient.abs().max()) for gradient in expected)
-    return Recomputation(
+    return SimpleNamespace(
         dtype=dtype,
         micro_batches=len(batch.micro_batches) if batch else 0,
         recomputed=recomputed,

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,6 @@ class RoutesUsed:
     digest: int
     expected: int
     shifted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guards:
-    """Instances in Megatron's class-level list, and the messages of what replay refuses."""
-
-    listed: int
-    messages: dict[str, str]
 
 
 def digest(rows: Iterable[tuple[int, int, int, list[int]]]) -> int:
@@ -155,8 +148,12 @@ def routes_used(
     )
 
 
-def replay_guards(device: Device, *, model: str) -> Guards:
-    """Make each mistake that replay must refuse; then use it as usual."""
+def replay_guards(device: Device, *, model: str) -> SimpleNamespace:
+    """Make each mistake that replay must refuse; then use it as usual.
+
+    Returns:
+        Instances in Megatron's class-level list, and the messages of what replay refuses.
+    """
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     mesh, policy = build(device, tiny_config(model))
@@ -197,4 +194,4 @@ def replay_guards(device: Device, *, model: str) -> Guards:
     messages["nan"] = message_of(
         lambda: one_update(policy, bad, total_updates=10), FloatingPointError
     )
-    return Guards(listed=listed, messages=messages)
+    return SimpleNamespace(listed=listed, messages=messages)

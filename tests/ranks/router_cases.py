@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,6 @@ from r3.routing import RouterTap, attach_replay, routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from tests.ranks.oracle_cases import (
-    OracleErrors,
-    TopOne,
     against_oracle,
     layer_in,
     live_mask,
@@ -41,39 +40,6 @@ from tests.tiny import tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
-    """E1 for one router: names of what differs from a model without replay.
-
-    `gradients` counts the compared ones. `live_rows` are rows of -1 among recorded routes; the
-    counts of moved rows are of rows of -1 and of others among foreign routes.
-    """
-
-    gradients: int
-    router_gradient: float
-    record: list[str]
-    replay: list[str]
-    agreed: list[float]
-    live_rows: list[str]
-    missing: int
-    foreign: list[str]
-    live_rows_moved: int
-    foreign_rows_moved: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reach:
-    """E3 for one router and tap: largest or smallest gradients, and numbers of experts and rows."""
-
-    router_gradient: float
-    drifted: int
-    drifted_gate: float
-    drifted_logit_gradient: float
-    unused_experts: int
-    unused_gradient: float
-    used_gradient: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Filtered:
     """The plausibility filter on hand-made scores."""
 
@@ -83,32 +49,14 @@ class Filtered:
     shapes: list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Filter:
-    """`by_router` on hand-made scores; the rest on whole models, `replaced` by ratio."""
+def routers(device: Device) -> SimpleNamespace:
+    """E1 to E3, which need one rank and no checkpoint.
 
-    by_router: dict[str, Filtered]
-    replaced: dict[str, float | None]
-    ratio_1_is_live: bool
-    nearly_0_differs: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routers:
-    """All results of one rank without a checkpoint."""
-
-    identity: dict[str, Identity]
-    oracle: dict[str, OracleErrors]
-    top_1: TopOne
-    reach: dict[str, Reach]
-    filter: Filter
-    refusals: dict[str, str]
-
-
-def routers(device: Device) -> Routers:
-    """E1 to E3, which need one rank and no checkpoint."""
+    Returns:
+        All results of one rank without a checkpoint.
+    """
     mesh = build_mesh(device, tiny_config().parallel)
-    return Routers(
+    return SimpleNamespace(
         identity=identity(device, mesh),
         oracle=against_oracle(device, mesh),
         top_1=top_1_softmax(device, mesh),
@@ -118,13 +66,18 @@ def routers(device: Device) -> Routers:
     )
 
 
-def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
+def identity(device: Device, mesh: Mesh) -> dict[str, SimpleNamespace]:
     """E1, and rows of -1: for every router, what differs between no replay at all and replay of the
     live choice.
+
+    Returns:
+        E1 for one router: names of what differs from a model without replay.
+        `gradients` counts the compared ones. `live_rows` are rows of -1 among recorded routes; the
+        counts of moved rows are of rows of -1 and of others among foreign routes.
     """
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    found: dict[str, Identity] = {}
+    found: dict[str, SimpleNamespace] = {}
     for name, options in ROUTERS.items():
         model = model_of(device, mesh, options)
         topk = model.moe.config.moe_router_topk
@@ -182,7 +135,7 @@ def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
             moved = (probs != live_probs).any(-1) | (routing_map != live_map).any(-1)
             live_rows_moved += int(moved[missing].sum())
             foreign_rows_moved += int(moved[~missing].sum())
-        found[name] = Identity(
+        found[name] = SimpleNamespace(
             gradients=len(untouched[1]),
             router_gradient=min(
                 float(gradient.abs().max())
@@ -212,11 +165,14 @@ class ScatterZeroed(RouterTap):
         return super().get_replay_topk(kept, topk, *args, **kwargs)
 
 
-def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
+def gradient_reach(device: Device, mesh: Mesh) -> dict[str, SimpleNamespace]:
     """E3: with routes among the lower half of the experts only; and the same with a faulty tap in
     place of ours.
+
+    Returns:
+        E3 for one router and tap: largest or smallest gradients, and numbers of experts and rows.
     """
-    found: dict[str, Reach] = {}
+    found: dict[str, SimpleNamespace] = {}
     for name in ("softmax over the top k", "softmax over all", "sigmoid"):
         for tap in (RouterTap, ScatterZeroed):
             model, _, _ = layer_in(device, mesh, ROUTERS[name], torch.float32)
@@ -232,7 +188,7 @@ def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
             ours = routed_layer(model, hidden, mask, upstream)
             drifted = mask & ~live
             used = mask.any(0)
-            found[f"{name} / {tap.__name__}"] = Reach(
+            found[f"{name} / {tap.__name__}"] = SimpleNamespace(
                 router_gradient=float(ours.router.abs().max()),
                 drifted=int(drifted.sum()),
                 drifted_gate=float(ours.gates[drifted].min()),
@@ -244,9 +200,12 @@ def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
     return found
 
 
-def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
+def plausibility_filter(device: Device, mesh: Mesh) -> SimpleNamespace:
     """Hand-made scores through a tap; foreign routes through whole models with a ratio of nearly 0
     and of 1.
+
+    Returns:
+        `by_router` on hand-made scores; the rest on whole models, `replaced` by ratio.
     """
     scores = torch.full((4, EXPERTS), 0.1)
     scores[:, :8] = torch.tensor([8.0, 7.0, 6.0, 4.0, 3.0, 2.1, 1.9, 1.0])
@@ -312,7 +271,7 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
             if "routing/replaced_frac" in metrics
             else None
         )
-    return Filter(
+    return SimpleNamespace(
         by_router=by_router,
         replaced=replaced,
         ratio_1_is_live=is_live,

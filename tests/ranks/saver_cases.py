@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -32,24 +32,9 @@ from tests.tiny import tiny_config
 METRIC = "eval/heldout/accuracy"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What an attempt at a run leaves.
-
-    Attributes:
-        steps: that it made.
-        kept: steps of the checkpoints, and the names that `best` and `latest` point to.
-        exports: in hf/.
-    """
-
-    steps: list[int]
-    kept: list[int]
-    best: str
-    latest: str
-    exports: list[str]
-
-
-def attempts(device: Device, *, model: str, out: str, parallel: dict[str, int]) -> list[Attempt]:
+def attempts(
+    device: Device, *, model: str, out: str, parallel: dict[str, int]
+) -> list[SimpleNamespace]:
     """A run of which every second step is evaluated, stopped after step 4 and resumed twice."""
     config = with_values(
         tiny_config(model, parallel=parallel, train={"steps": 20, "lr": 1e-3}),
@@ -89,7 +74,15 @@ def _attempt(
     run_dir: RunDir,
     values: dict[int, float],
     stops_after: int,
-) -> Attempt:
+) -> SimpleNamespace:
+    """Start or resume a run, and make steps whose evaluations have these values.
+
+    Returns:
+        What the attempt leaves.
+        steps: that it made.
+        kept: steps of the checkpoints, and the names that `best` and `latest` point to.
+        exports: in hf/.
+    """
     step, latest = (step_folders(run_dir.checkpoints) or [(0, None)])[-1]
     nothing: Any = None  # no step is made here
     run = Session(
@@ -124,7 +117,7 @@ def _attempt(
             export_last(run, saver.last_step)
     dist.barrier()
     links = [run_dir.checkpoints / name for name in ("best", "latest")]
-    return Attempt(
+    return SimpleNamespace(
         steps=made,
         kept=[step for step, _ in step_folders(run_dir.checkpoints)],
         best=links[0].resolve().name,

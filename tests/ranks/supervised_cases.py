@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,34 +20,6 @@ from r3.sync import PackingSpec, distribute
 from r3.types import Batch
 from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supervised:
-    """One update.
-
-    Attributes:
-        nll: sum of -log pi over this rank's loss tokens, and their number.
-        loss: this rank's share.
-        replayed: whether any router replayed or recorded a route.
-        mismatch: keys of metrics that compare with an engine.
-    """
-
-    nll: tuple[float, float]
-    loss: float
-    grad_norm: float
-    replayed: bool
-    mismatch: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgainstTransformers:
-    """Cross-entropy by both, and the largest relative error of a tensor's gradient by its name."""
-
-    loss: float
-    expected: float
-    tokens: int
-    errors: dict[str, float]
 
 
 def _task(rows: str, model: str, **sections: Any) -> tuple[Config, Task]:
@@ -70,14 +42,22 @@ def _batch(policy: Policy, mesh: Mesh, task: Task) -> Batch:
     return with_advantages(batch, torch.ones(len(task.prompts.prompts)))
 
 
-def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -> Supervised:
-    """Learn all rows in one update."""
+def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -> SimpleNamespace:
+    """Learn all rows in one update.
+
+    Returns:
+        One update.
+        nll: sum of -log pi over this rank's loss tokens, and their number.
+        loss: this rank's share.
+        replayed: whether any router replayed or recorded a route.
+        mismatch: keys of metrics that compare with an engine.
+    """
     config, task = _task(data, model, parallel=parallel)
     mesh, policy = build(device, config)
     found, metrics = one_update(policy, _batch(policy, mesh, task), total_updates=1)
     nll: Mean = metrics.get("loss/nll", Mean(0.0, 0.0))
     loss: Mean = metrics.get("loss/total", Mean(0.0, 0.0))
-    return Supervised(
+    return SimpleNamespace(
         nll=(nll.total, nll.count),
         loss=loss.total,
         grad_norm=found.grad_norm,
@@ -86,8 +66,12 @@ def update(device: Device, *, data: str, model: str, parallel: dict[str, int]) -
     )
 
 
-def against_transformers(device: Device, *, data: str, model: str) -> AgainstTransformers:
-    """Loss and gradients of all rows, against the cross-entropy of transformers row by row."""
+def against_transformers(device: Device, *, data: str, model: str) -> SimpleNamespace:
+    """Loss and gradients of all rows, against the cross-entropy of transformers row by row.
+
+    Returns:
+        Cross-entropy by both, and the largest relative error of a tensor's gradient by its name.
+    """
     from transformers import AutoModelForCausalLM
 
     config, task = _task(data, model)
@@ -120,7 +104,7 @@ def against_transformers(device: Device, *, data: str, model: str) -> AgainstTra
         )
         for name in own
     }
-    return AgainstTransformers(
+    return SimpleNamespace(
         loss=metrics["loss/total"].total,
         expected=expected / tokens,
         tokens=batch.num_loss_tokens,

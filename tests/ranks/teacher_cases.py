@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,27 +25,6 @@ TEMPERATURE = 0.7
 SOURCES = ("a.jsonl", "b.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taught:
-    """One update with teachers.
-
-    Attributes:
-        logprobs: sum of the teachers' log-probabilities over this rank's loss tokens.
-        kl: sum of log pi_old - log pi_teacher over this rank's loss tokens, and their number.
-        by_hand: the advantage that the loss used equals the formula; only on one rank.
-        error: largest difference of a teacher's log-probability from transformers; only on one
-            rank.
-        again: a second pass, after the update, gives the same bits.
-    """
-
-    logprobs: float
-    kl: tuple[float, float]
-    grad_norm: float
-    by_hand: bool | None
-    error: float | None
-    again: bool
-
-
 def taught(
     device: Device,
     *,
@@ -53,8 +33,18 @@ def taught(
     parallel: dict[str, int],
     objective: str = "distill",
     rank: int = 0,
-) -> Taught:
-    """Make one update of random rollouts of two sources."""
+) -> SimpleNamespace:
+    """Make one update of random rollouts of two sources.
+
+    Returns:
+        One update with teachers.
+        logprobs: sum of the teachers' log-probabilities over this rank's loss tokens.
+        kl: sum of log pi_old - log pi_teacher over this rank's loss tokens, and their number.
+        by_hand: the advantage that the loss used equals the formula; only on one rank.
+        error: largest difference of a teacher's log-probability from transformers; only on one
+            rank.
+        again: a second pass, after the update, gives the same bits.
+    """
     config = tiny_config(
         model,
         parallel=parallel,
@@ -89,7 +79,7 @@ def taught(
         else []
     )
     kl = metrics.get("loss/kl_teacher")
-    return Taught(
+    return SimpleNamespace(
         logprobs=float(sum((one * mask).sum() for one, mask in zip(scored, masks, strict=False))),
         kl=(kl.total, kl.count) if kl else (0.0, 0.0),
         grad_norm=update.grad_norm,

@@ -4,8 +4,6 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
 from tests.families import random_checkpoint
@@ -25,7 +23,7 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
     for name, expected in whole.items():
         # Sums of some 150 float32 terms in another order; a rank that took its half for the whole
         # would be off by tenths.
-        assert asdict(first[name]) == pytest.approx(asdict(expected), rel=1e-5, abs=1e-6), name
+        assert vars(first[name]) == pytest.approx(vars(expected), rel=1e-5, abs=1e-6), name
     for name in (
         "token_tis",
         "sequence_tis",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks import checkpoint_cases as cases
-from tests.ranks.checkpoint_cases import Damaged, Refused, Resumed
 from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Results of two ranks, which must resume from the same folders."""
     one, two = run_world(cases.damaged, 2, out=str(tmp_path_factory.mktemp("damaged")))
     assert one.resumed.keys() == two.resumed.keys()
@@ -23,12 +23,12 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     return one
 
 
-def test_whole_checkpoint_is_used_as_found(damaged: Damaged) -> None:
-    assert damaged.resumed["whole"] == Resumed(folder="step_000002", notes=["as found"])
+def test_whole_checkpoint_is_used_as_found(damaged: SimpleNamespace) -> None:
+    assert damaged.resumed["whole"] == SimpleNamespace(folder="step_000002", notes=["as found"])
 
 
 @pytest.mark.parametrize("name", cases.DAMAGE)
-def test_damage_is_found_and_the_older_checkpoint_used(damaged: Damaged, name: str) -> None:
+def test_damage_is_found_and_the_older_checkpoint_used(damaged: SimpleNamespace, name: str) -> None:
     found = damaged.resumed[name]
     said, resuming = found.notes[0], found.notes[-1]
     assert found.folder == "step_000001"
@@ -54,31 +54,31 @@ def test_damage_is_found_and_the_older_checkpoint_used(damaged: Damaged, name: s
     assert "asks for" not in said
 
 
-def test_older_checkpoint_loads(damaged: Damaged) -> None:
+def test_older_checkpoint_loads(damaged: SimpleNamespace) -> None:
     assert damaged.updates == 1
 
 
-def test_damage_stops_the_run_if_asked(damaged: Damaged) -> None:
+def test_damage_stops_the_run_if_asked(damaged: SimpleNamespace) -> None:
     found = damaged.resumed["stop"]
     (said,) = found.notes
     assert found.folder == ""
     assert "common.pt has other content" in said and "checkpoint.on_damage is stop" in said
 
 
-def test_run_stops_if_no_checkpoint_is_whole(damaged: Damaged) -> None:
+def test_run_stops_if_no_checkpoint_is_whole(damaged: SimpleNamespace) -> None:
     found = damaged.resumed["both damaged"]
     assert found.folder == "" and "no checkpoint of the run is whole" in found.notes[0]
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Refused:
+def refused(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Results of two ranks, which must be the same."""
     one, two = run_world(cases.refused, 2, out=str(tmp_path_factory.mktemp("refused")))
     assert one == two
     return one
 
 
-def test_program_in_metadata_is_not_executed(refused: Refused) -> None:
+def test_program_in_metadata_is_not_executed(refused: SimpleNamespace) -> None:
     found = refused.code_in_metadata
     assert not found.executed
     for text in (found.load, found.resume):
@@ -90,14 +90,16 @@ def test_program_in_metadata_is_not_executed(refused: Refused) -> None:
     assert "Weights only load failed" in found.others[0]
 
 
-def test_pickled_environments_need_the_signature_of_the_run(refused: Refused) -> None:
+def test_pickled_environments_need_the_signature_of_the_run(refused: SimpleNamespace) -> None:
     resumed = refused.suspended_conversations
-    assert resumed["own"] == Resumed(folder="step_000001", notes=["as found"])
+    assert resumed["own"] == SimpleNamespace(folder="step_000001", notes=["as found"])
     assert resumed["other"].folder == ""
     assert "not signed with the key in run.json" in resumed["other"].notes[0]
 
 
-def test_disk_that_cannot_be_written_is_said_and_the_save_repeated(refused: Refused) -> None:
+def test_disk_that_cannot_be_written_is_said_and_the_save_repeated(
+    refused: SimpleNamespace,
+) -> None:
     said = refused.unwritable.saved
     assert "rank 0: " in said["shard"] and "/checkpoints" in said["shard"]
     assert refused.unwritable.remaining == []  # nothing half-written
@@ -105,7 +107,7 @@ def test_disk_that_cannot_be_written_is_said_and_the_save_repeated(refused: Refu
     assert said["good"] == "step_000001"
 
 
-def test_broken_weights_and_moments_are_never_saved(refused: Refused) -> None:
+def test_broken_weights_and_moments_are_never_saved(refused: SimpleNamespace) -> None:
     broken = refused.unsound
     for name in ("nan weight", "large weight", "infinite moment", "negative variance"):
         message = broken[name].message

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,23 +31,14 @@ def test_logits_of_the_embedded_model_equal_transformers() -> None:
     assert max(chain(*run_rows(cases.logits, 2, rows))) <= 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """One batch of all ranks: the first rank's figures with sums over the ranks, full tensors."""
-
-    figures: Figures
-    gradients: dict[str, torch.Tensor]
-    updated: dict[str, torch.Tensor]
-
-
-def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -> Whole:
+def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -> SimpleNamespace:
     rows = {name: {"ranks": ranks, **arguments}}
     return _wholes(tmp, model, rows)(name)
 
 
 def _wholes(
     tmp: Path, model: str, rows: dict[str, dict[str, Any]], kept: Collection[str] = ()
-) -> Callable[[str], Whole]:
+) -> Callable[[str], SimpleNamespace]:
     """What gives the batch of a row by its name."""
     for name in rows:
         (tmp / name).mkdir()
@@ -55,7 +47,8 @@ def _wholes(
     return lambda name: _whole(tmp / name, found(name))
 
 
-def _whole(folder: Path, results: list[Figures]) -> Whole:
+def _whole(folder: Path, results: list[Figures]) -> SimpleNamespace:
+    """One batch of all ranks: the first rank's figures with sums over the ranks, full tensors."""
     by_layer: dict[str, list[float]] = {}
     for result in results:
         for layer, part in result.by_layer.items():
@@ -72,7 +65,7 @@ def _whole(folder: Path, results: list[Figures]) -> Whole:
         _merged([folder / f"{what}_{rank}.pt" for rank in range(len(results))])
         for what in ("rank", "updated")
     )
-    return Whole(figures=figures, gradients=gradients, updated=updated)
+    return SimpleNamespace(figures=figures, gradients=gradients, updated=updated)
 
 
 def _merged(files: list[Path]) -> dict[str, torch.Tensor]:
@@ -90,7 +83,7 @@ def _merged(files: list[Path]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> Whole:
+def single(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> SimpleNamespace:
     """One process that packs all it can and computes all logits of a micro-batch at once."""
     return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1, chunk=0)
 
@@ -160,18 +153,20 @@ KEPT = (
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> Callable[[str], Whole]:
+def layouts(
+    tmp_path_factory: pytest.TempPathFactory, other_model: str
+) -> Callable[[str], SimpleNamespace]:
     return _wholes(tmp_path_factory.mktemp("layouts"), other_model, LAYOUTS, KEPT)
 
 
 @pytest.mark.parametrize("layout", sweep(LAYOUTS, KEPT))
 def test_loss_and_gradients_do_not_depend_on_layout_or_packing(
-    layout: str, single: Whole, layouts: Callable[[str], Whole]
+    layout: str, single: SimpleNamespace, layouts: Callable[[str], SimpleNamespace]
 ) -> None:
     _compare(layouts(layout), single)
 
 
-def _compare(whole: Whole, expected: Whole) -> None:
+def _compare(whole: SimpleNamespace, expected: SimpleNamespace) -> None:
     figures, reference = whole.figures, expected.figures
     # float32 sums in another order: relative 1e-5 on scalars; on tensors relative to the largest
     # gradient, since entries near zero are differences of large terms
@@ -204,7 +199,7 @@ def _compare(whole: Whole, expected: Whole) -> None:
 
 
 @pytest.fixture(scope="module")
-def dense_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Whole]:
+def dense_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, SimpleNamespace]:
     """The folder of a Moonlight of 3 layers, the first one dense, and one process's gradients."""
     base = tmp_path_factory.mktemp("dense_first")
     model = str(family_checkpoint(base / "model", "moonlight"))
@@ -213,7 +208,7 @@ def dense_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Whole]:
 
 @pytest.mark.parametrize("pp_layers", [[], [1, 2]], ids=["2-1", "dense-stage"])
 def test_uneven_stages_of_a_model_whose_first_layers_are_dense(
-    pp_layers: list[int], dense_first: tuple[str, Whole], tmp_path: Path
+    pp_layers: list[int], dense_first: tuple[str, SimpleNamespace], tmp_path: Path
 ) -> None:
     """Left to itself the pipeline has 2 layers and 1; or a stage of the dense layer alone, on which
     nothing is replayed.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.families import random_checkpoint
 from tests.policies import LENGTHS
 from tests.ranks import ledger_cases as cases
-from tests.ranks.ledger_cases import Account
 from tests.sweeps import sweep
 from tests.world import run_world
 
@@ -27,7 +28,7 @@ KEPT = ("pp2", "ep2")
 @pytest.fixture(scope="module", params=sweep(LAYOUTS, KEPT))
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Account]:
+) -> list[SimpleNamespace]:
     """The account of every rank. The second of four layers is dense: stages have one and two."""
     model = random_checkpoint(
         tmp_path_factory.mktemp("model"), mlp_only_layers=[1], num_hidden_layers=4
@@ -40,7 +41,7 @@ def ranks(
 
 
 def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
-    ranks: list[Account],
+    ranks: list[SimpleNamespace],
 ) -> None:
     for rank in ranks:
         assert rank.packed_layers == [len(rank.layers)]
@@ -52,7 +53,7 @@ def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
     assert ranks[0].sound["routing/bytes"] == ROWS * layers * TOPK * 1
 
 
-def test_every_captured_row_is_replayed_exactly_once(ranks: list[Account]) -> None:
+def test_every_captured_row_is_replayed_exactly_once(ranks: list[SimpleNamespace]) -> None:
     data_ranks = {rank.data_rank: rank.packed_tokens for rank in ranks}
     filler = sum(data_ranks.values()) - sum(LENGTHS)
     for rank in ranks:
@@ -73,7 +74,7 @@ def test_every_captured_row_is_replayed_exactly_once(ranks: list[Account]) -> No
 
 
 def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
-    ranks: list[Account],
+    ranks: list[SimpleNamespace],
 ) -> None:
     for rank in ranks:
         said = rank.messages

@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 import re
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.families import random_checkpoint
 from tests.ranks import dose_cases, pass_cases, plan_cases, recompute_cases, router_cases
-from tests.ranks.pass_cases import Modes
-from tests.ranks.recompute_cases import Recomputation
-from tests.ranks.router_cases import Reach, Routers
 from tests.ranks.router_model import ROUTERS
 from tests.sweeps import sweep
 from tests.world import run_rows, run_world
@@ -35,14 +33,14 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def routers() -> Routers:
+def routers() -> SimpleNamespace:
     """Everything of E1 to E3, in one process."""
     (result,) = run_world(router_cases.routers, 1)
     return result
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_replaying_the_live_choice_changes_no_bit(router: str, routers: Routers) -> None:
+def test_replaying_the_live_choice_changes_no_bit(router: str, routers: SimpleNamespace) -> None:
     """Outputs and every gradient against Megatron with no replay at all."""
     found = routers.identity[router]
     assert found.gradients == 27 and found.router_gradient > 0
@@ -53,7 +51,9 @@ def test_replaying_the_live_choice_changes_no_bit(router: str, routers: Routers)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_rows_without_a_route_choose_as_live_routing_does(router: str, routers: Routers) -> None:
+def test_rows_without_a_route_choose_as_live_routing_does(
+    router: str, routers: SimpleNamespace
+) -> None:
     found = routers.identity[router]
     assert 10 < found.missing < 30
     assert found.live_rows == []  # with recorded routes around them: bitwise the whole model
@@ -72,7 +72,7 @@ def test_rows_without_a_route_choose_as_live_routing_does(router: str, routers: 
 @pytest.mark.parametrize("mask", ["live", "random", "disjoint"])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_outputs_and_gradients_equal_a_dense_float64_oracle(
-    router: str, mask: str, dtype: torch.dtype, limit: float, routers: Routers
+    router: str, mask: str, dtype: torch.dtype, limit: float, routers: SimpleNamespace
 ) -> None:
     found = routers.oracle[f"{router} / {mask} / {dtype}"]
     wrong = {part: error for part, error in found.errors.items() if not error <= limit}
@@ -93,7 +93,7 @@ def test_outputs_and_gradients_equal_a_dense_float64_oracle(
         assert found.finite_difference <= 1e-7
 
 
-def test_softmax_over_one_expert_is_refused(routers: Routers) -> None:
+def test_softmax_over_one_expert_is_refused(routers: SimpleNamespace) -> None:
     found = routers.top_1
     assert "pre-softmax when topk is 1" in found.refusal
     assert found.router_gradient == 0.0
@@ -105,7 +105,7 @@ def test_softmax_over_one_expert_is_refused(routers: Routers) -> None:
 # E3
 
 
-def _reach_faults(found: Reach) -> list[str]:
+def _reach_faults(found: SimpleNamespace) -> list[str]:
     """What of the gradients does not arrive where it must, or arrives where it must not."""
     faults = []
     if not found.router_gradient > 0:
@@ -121,7 +121,9 @@ def _reach_faults(found: Reach) -> list[str]:
     return faults
 
 
-def test_gradients_reach_router_and_drifted_experts_and_nobody_else(routers: Routers) -> None:
+def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
+    routers: SimpleNamespace,
+) -> None:
     for name, found in routers.reach.items():
         assert found.drifted > 100 and found.unused_experts == 8
         if name.endswith("RouterTap"):
@@ -136,7 +138,9 @@ def test_gradients_reach_router_and_drifted_experts_and_nobody_else(routers: Rou
 # The plausibility filter, and what is refused
 
 
-def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Routers) -> None:
+def test_an_implausible_expert_gives_way_to_the_best_live_one_left(
+    routers: SimpleNamespace,
+) -> None:
     """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5
     experts below 2 go.
     """
@@ -161,7 +165,7 @@ def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Rout
         assert biased.gathered and biased.counts[2] == 3
 
 
-def test_router_entropy_and_gap_by_hand(routers: Routers) -> None:
+def test_router_entropy_and_gap_by_hand(routers: SimpleNamespace) -> None:
     """Of the scores above: the gates are 8 / 33.8, 7 / 33.8, ...; three rows alike are captured."""
     gates = [score / 33.8 for score in (8, 7, 6, 4, 3, 2.1, 1.9, 1, *[0.1] * 8)]
     entropy = -sum(gate * math.log(gate) for gate in gates)
@@ -174,7 +178,9 @@ def test_router_entropy_and_gap_by_hand(routers: Routers) -> None:
         assert found == pytest.approx([3 * entropy, 3 * gap], rel=1e-5), router
 
 
-def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: Routers) -> None:
+def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(
+    routers: SimpleNamespace,
+) -> None:
     found = routers.filter
     assert found.nearly_0_differs == []
     assert found.ratio_1_is_live
@@ -183,7 +189,7 @@ def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: Rout
     assert 0.5 < found.replaced["1.0"] < 1.0
 
 
-def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -> None:
+def test_replay_refuses_routers_that_would_break_it_silently(routers: SimpleNamespace) -> None:
     said = routers.refusals
     for name, value in {
         "moe_router_fusion": "True",
@@ -216,12 +222,12 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -
 
 
 @pytest.fixture(scope="module")
-def modes(other_model: str) -> Modes:
+def modes(other_model: str) -> SimpleNamespace:
     (result,) = run_world(pass_cases.modes, 1, model=other_model)
     return result
 
 
-def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: Modes) -> None:
+def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: SimpleNamespace) -> None:
     assert not [
         key
         for key in modes.reports["off"].row
@@ -249,7 +255,7 @@ def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: Modes)
     assert "routing/agreement_update_1" not in modes.reports["r3, one update"].row
 
 
-def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: Modes) -> None:
+def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: SimpleNamespace) -> None:
     for name, kind in (("off", "live"), ("r3", "replay")):
         first, second = modes.reports[name].sizes
         # Of all batches; the shadow pass comes after both
@@ -258,7 +264,7 @@ def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: Modes
     assert ["record", sum(modes.reports["r2"].sizes)] in modes.reports["r2"].scored
 
 
-def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> None:
+def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: SimpleNamespace) -> None:
     for name in ("r3", "r3, one update"):
         row = modes.reports[name].row
         # Step 2 samples the second micro-batch of the first update, whose own pass is the other arm
@@ -280,7 +286,7 @@ def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> 
     assert abs(part.k3_ratio / part.whole_k3_ratio - 1) > 1e-4
 
 
-def test_the_reference_replays_only_when_asked(modes: Modes) -> None:
+def test_the_reference_replays_only_when_asked(modes: SimpleNamespace) -> None:
     """Before the first update the reference is the policy: any KL between them is of other
     routes.
     """
@@ -288,7 +294,7 @@ def test_the_reference_replays_only_when_asked(modes: Modes) -> None:
     assert modes.reports["r3"].row["loss/kl_ref"] > 1e-2
 
 
-def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: Modes) -> None:
+def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: SimpleNamespace) -> None:
     accident = modes.accident
     assert accident.message == "OSError: in the middle of a schedule"
     assert accident.state == ["live", False, 0, "", [], "live"]
@@ -332,14 +338,14 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
         kept=("fused float32",),
     ),
 )
-def recomputation(other_model: str, request: pytest.FixtureRequest) -> Recomputation:
+def recomputation(other_model: str, request: pytest.FixtureRequest) -> SimpleNamespace:
     experts, dtype = request.param.split()
     case = recompute_cases.recomputation
     (result,) = run_world(case, 1, model=other_model, experts=experts, dtype=dtype)
     return result
 
 
-def test_recomputation_changes_no_bit_of_any_gradient(recomputation: Recomputation) -> None:
+def test_recomputation_changes_no_bit_of_any_gradient(recomputation: SimpleNamespace) -> None:
     micro_batches = recomputation.micro_batches
     assert micro_batches == 4
     assert recomputation.recomputed == {
@@ -356,7 +362,7 @@ def test_recomputation_changes_no_bit_of_any_gradient(recomputation: Recomputati
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
 def test_recomputation_from_the_wrong_end_shows(
-    recompute: str, recomputation: Recomputation
+    recompute: str, recomputation: SimpleNamespace
 ) -> None:
     name = f"{recompute}, stack"
     assert name in recomputation.messages or recomputation.difference[name] > 1e-3
@@ -365,7 +371,7 @@ def test_recomputation_from_the_wrong_end_shows(
 @pytest.mark.parametrize("order", ["last first", "shuffled", "in one pass"])
 @pytest.mark.parametrize("recompute", ["selective", "moe", "full"])
 def test_recomputation_takes_its_own_routes_in_any_order(
-    recompute: str, order: str, recomputation: Recomputation
+    recompute: str, order: str, recomputation: SimpleNamespace
 ) -> None:
     assert f"{recompute}, {order}" not in recomputation.messages
     # Gradients of four micro-batches are summed in another order: rounding of float32, and of
@@ -376,7 +382,7 @@ def test_recomputation_takes_its_own_routes_in_any_order(
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
 def test_a_second_recomputation_with_the_same_routes_is_refused(
-    recompute: str, recomputation: Recomputation
+    recompute: str, recomputation: SimpleNamespace
 ) -> None:
     assert (
         "a recomputation for forward 3, whose routes are taken"
