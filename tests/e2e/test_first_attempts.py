@@ -1,111 +1,23 @@
 """What a new user does, as they would write it the first time, from a folder beside the clone.
 
-`TASKS` lists every task of a trial with users of other programs and the tests that show it. The
-tests here are those that no other file has: each is written as a user writes it who has read the
-README, and works at the first attempt.
+tests/README.md lists every task of a trial with users of other programs and the tests that show it.
+The tests here are those that no other file has: each is written as a user writes it who has read
+the README, and works at the first attempt.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.hub import Hub, serving
-from tests.pages import Block, blocks, checkout, run
+from tests.pages import Block, checkout, run
 from tests.runs import rows_of
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
-
-HERE = "tests/e2e/test_first_attempts.py"
-PAGES = "tests/e2e/test_docs_commands.py::test_blocks_of_a_page_run"
-EXAMPLES = "tests/e2e/test_examples.py::test_example_runs_and_does_what_it_claims"
-
-# Task -> tests. [page or example] is the case of a test that runs the blocks of a page.
-TASKS: dict[str, tuple[str, ...]] = {
-    "train the embedded model": (f"{PAGES}[README.md]",),
-    "own rows, system prompt, exact match and a bonus, settings in another folder": (
-        f"{HERE}::test_own_rows_rewards_and_settings",
-        f"{EXAMPLES}[own_data]",
-        f"{EXAMPLES}[own_reward]",
-    ),
-    "own environment with a tool": (
-        "tests/unit/test_cli.py::test_an_environment_replaces_the_one_below",
-        f"{PAGES}[docs/first-fifteen-minutes.md]",
-        f"{EXAMPLES}[own_environment]",
-    ),
-    "workflow with a rewritten history and a reward per call": (
-        "tests/unit/test_start.py::test_a_reward_that_an_environment_may_replace_is_a_note",
-        "tests/e2e/test_workflows.py::test_a_reasoning_template_trains_end_to_end",
-        f"{EXAMPLES}[own_workflow]",
-    ),
-    "agent in another process with the openai client": (
-        f"{PAGES}[docs/endpoint.md]",
-        f"{EXAMPLES}[external_agent]",
-    ),
-    "evaluate a checkpoint and an export, generate in transformers": (
-        f"{HERE}::test_own_rows_rewards_and_settings",
-        f"{PAGES}[docs/evaluation.md]",
-        f"{EXAMPLES}[evaluate]",
-    ),
-    "supervised training, then RL from its export": (
-        "tests/e2e/test_supervised.py::test_rl_continues_from_the_export",
-        f"{PAGES}[docs/supervised-and-distillation.md]",
-    ),
-    "two runs in one report": (
-        f"{EXAMPLES}[compare_runs]",
-        "tests/e2e/test_report.py::test_every_part_is_drawn_without_errors",
-    ),
-    "own loss and advantage, check_loss, a sweep": (
-        f"{PAGES}[docs/adding-a-loss.md]",
-        f"{EXAMPLES}[own_loss]",
-        f"{EXAMPLES}[sweep]",
-    ),
-    "a Python script, inside of an event loop, on two ranks": (
-        f"{HERE}::test_a_script_and_a_running_event_loop",
-        "tests/e2e/test_api.py::test_a_script_trains_again_and_again_and_gets_exceptions",
-        f"{PAGES}[docs/python.md]",
-    ),
-    "the wheel in an environment of its own": (
-        "tests/repo/test_package.py::test_the_installed_program_runs_from_another_folder",
-        "tests/repo/test_package.py::test_the_installed_program_trains",
-    ),
-    "mistakes": (
-        "tests/unit/test_cli.py::test_one_message_and_exit_code_2",
-        "tests/unit/test_cli.py::test_everything_wrong_is_said_at_once",
-        "tests/unit/test_data_rows.py::test_a_bad_row_is_named",
-    ),
-    "checkpoints that transformers saved": (
-        "tests/e2e/test_families_engine.py::",
-        "tests/unit/test_shape.py::",
-    ),
-    "a model of the hub by its name": (
-        f"{HERE}::test_a_model_by_name_trains_and_resumes_without_network",
-        "tests/unit/test_hub.py::test_a_plan_takes_the_small_files_and_says_what_a_start_downloads",
-    ),
-    "plan, doctor, show and watch": (
-        "tests/unit/test_plan.py::",
-        "tests/e2e/test_doctor.py::",
-        f"{PAGES}[docs/reading-a-run.md]",
-        "tests/unit/test_watch.py::",
-    ),
-}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_tests_that_exist(task: str) -> None:
-    for name in TASKS[task]:
-        file, _, test = name.partition("::")
-        function, _, case = test.rstrip("]").partition("[")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert not function or function in defined, name
-        page = case if case.endswith(".md") else f"examples/{case}/README.md"
-        assert not case or blocks(page, (ROOT / page).read_text(encoding="utf-8")), name
-
 
 class Desk:
     """A user's folder, beside a clone of the repository."""
