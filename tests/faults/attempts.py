@@ -51,7 +51,7 @@ class Attempt:
         until = time.monotonic() + 60
         while not (self.pid_file.exists() and self.pid_file.read_text().endswith("\n")):
             if self.process.poll() is not None or time.monotonic() > until:
-                raise Unexpected(f"the launcher does not run:\n{self.text[-3000:]}")
+                raise self.unexpected("the launcher does not run")
             time.sleep(0.01)
         return psutil.Process(int(self.pid_file.read_text()))
 
@@ -59,6 +59,10 @@ class Attempt:
     def text(self) -> str:
         """What launcher and ranks have printed so far."""
         return self.log.read_text(errors="replace")
+
+    def unexpected(self, what: object) -> Unexpected:
+        """An error about this start, with the end of what it printed."""
+        return Unexpected(f"{what}:\n{self.text[-3000:]}")
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
@@ -77,10 +81,10 @@ class Attempt:
         until = time.monotonic() + _LIMIT_S
         while not condition():
             if self.process.poll() is not None:
-                raise Unexpected(f"the run ended before {what}:\n{self.text[-3000:]}")
+                raise self.unexpected(f"the run ended before {what}")
             if time.monotonic() > until:
                 self.kill()
-                raise Unexpected(f"no {what} after {_LIMIT_S:.0f} s:\n{self.text[-3000:]}")
+                raise self.unexpected(f"no {what} after {_LIMIT_S:.0f} s")
             time.sleep(0.05)
 
     def wait_for_rows(self, count: int) -> None:
@@ -93,7 +97,12 @@ class Attempt:
             return self.process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise Unexpected(f"not done after {_LIMIT_S:.0f} s:\n{self.text[-3000:]}") from None
+            raise self.unexpected(f"not done after {_LIMIT_S:.0f} s") from None
+
+    def end_with(self, code: int) -> None:
+        """Wait for the end; raises Unexpected unless the exit code is this one."""
+        if (found := self.end()) != code:
+            raise self.unexpected(f"exit code {found}, not {code}")
 
     def require_gone(self) -> None:
         """Raise Unexpected if a process that the run started, at any depth, lives on."""
@@ -175,8 +184,7 @@ def finish(
 ) -> Attempt:
     """Start a run that must reach its last step."""
     attempt = launch(folder, *flags, is_warm=is_warm, base=base)
-    if code := attempt.end():
-        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
+    attempt.end_with(0)
     return attempt
 
 

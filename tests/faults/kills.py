@@ -22,6 +22,7 @@ from tests.faults.attempts import (
     STEPS,
     Attempt,
     Unexpected,
+    finish,
     launch,
     require_equal,
     rows_written,
@@ -94,7 +95,7 @@ def kills(
         try:
             if attempt.end():
                 struck += bool(killed)
-                _finish(folder, kind)
+                finish(folder, *KINDS[kind], base=_BASE, is_warm=True)
             else:
                 killed = None
             require_equal(folder, straight[kind].folder)
@@ -125,17 +126,8 @@ def _undisturbed(folder: Path, kind: str) -> _Undisturbed:
                     phases[number].append(_Phase(name, rows, time.monotonic() - since))
                     now[number] = new, rows_written(folder), time.monotonic()
             time.sleep(_TICK_S)
-    _require_end(attempt)
+    attempt.end_with(0)
     return _Undisturbed(folder, phases, time.monotonic() - began)
-
-
-def _finish(folder: Path, kind: str) -> None:
-    _require_end(launch(folder, *KINDS[kind], base=_BASE, is_warm=True))
-
-
-def _require_end(attempt: Attempt) -> None:
-    if code := attempt.end():
-        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
 
 
 def _kill(

@@ -70,6 +70,14 @@ class Fault:
     make: Callable[[Place], Outcome]
 
 
+TABLE: list[Fault] = []
+
+
+def _fault(name: str, what: str) -> Callable[[Callable[[Place], Outcome]], object]:
+    """Make a row of the table of a function."""
+    return lambda make: TABLE.append(Fault(name, what, make))
+
+
 # "(=)": the introduction of the page says what it means.
 _BY_HAND = "the same command resumes (=)"
 _BY_ITSELF = "the launcher starts the ranks again (=)"
@@ -85,11 +93,6 @@ def _line(text: str, *parts: str) -> str:
 
 def _steps(count: int) -> str:
     return {0: "nothing", 1: "1 step"}.get(count, f"{count} steps")
-
-
-def _lost(attempt: Attempt, reached: int) -> str:
-    """What the ranks had to make again after the launcher had restarted them."""
-    return _steps(reached - int(_line(attempt.text, "resuming from").rpartition(" ")[2]))
 
 
 def _resumed(place: Place, reached: int) -> str:
@@ -110,6 +113,25 @@ def _running(place: Place, *flags: str, restarts: int = 0, rows: int = _AT) -> I
         attempt.kill()
 
 
+def _restarted(
+    place: Place,
+    strike: Callable[[Attempt], object],
+    *flags: str,
+    restarts: int = 3,
+    calm: Path | None = None,
+) -> tuple[Attempt, str]:
+    """A run that its launcher starts again; what the ranks had to make again."""
+    with _running(place, *flags, restarts=restarts) as attempt:
+        reached = rows_written(place.folder)
+        strike(attempt)
+        attempt.end_with(0)
+    require_equal(place.folder, calm or place.straight)
+    attempt.require_gone()
+    resumed = int(_line(attempt.text, "resuming from").rpartition(" ")[2])
+    return attempt, _steps(reached - resumed)
+
+
+@_fault("kill-rank", "SIGKILL of a rank")
 def _rank_killed(place: Place) -> Outcome:
     with _running(place) as attempt:
         began = time.monotonic()
@@ -121,17 +143,14 @@ def _rank_killed(place: Place) -> Outcome:
     return Outcome(seen, _resumed(place, reached), _BY_HAND)
 
 
+@_fault("kill-rank-restart", "SIGKILL of a rank, `MAX_RESTARTS=3`")
 def _rank_killed_with_restarts(place: Place) -> Outcome:
-    with _running(place, restarts=3) as attempt:
-        reached = rows_written(place.folder)
-        attempt.rank(0).kill()
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
-    require_equal(place.folder, place.straight)
+    attempt, lost = _restarted(place, lambda attempt: attempt.rank(0).kill())
     seen = _line(attempt.text, "resuming from")
-    return Outcome(f"resuming from {Path(seen).name}", _lost(attempt, reached), _BY_ITSELF)
+    return Outcome(f"resuming from {Path(seen).name}", lost, _BY_ITSELF)
 
 
+@_fault("kill-launcher", "SIGKILL of the launcher")
 def _launcher_killed(place: Place) -> Outcome:
     with _running(place) as attempt:
         ranks = attempt.family()[1:]
@@ -143,10 +162,12 @@ def _launcher_killed(place: Place) -> Outcome:
     return Outcome("nothing: the ranks end at once", _resumed(place, reached), _BY_HAND)
 
 
+@_fault("term-launcher", "SIGTERM to the launcher")
 def _launcher_terminated(place: Place) -> Outcome:
     return _stopped(place, lambda attempt: attempt.process.send_signal(signal.SIGTERM))
 
 
+@_fault("usr1-rank", "SIGUSR1 to a rank")
 def _rank_signalled(place: Place) -> Outcome:
     return _stopped(place, lambda attempt: attempt.rank(1).send_signal(signal.SIGUSR1))
 
@@ -154,22 +175,19 @@ def _rank_signalled(place: Place) -> Outcome:
 def _stopped(place: Place, send: Callable[[Attempt], None]) -> Outcome:
     with _running(place) as attempt:
         send(attempt)
-        if (code := attempt.end()) != 75:
-            raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
+        attempt.end_with(75)
     reached = rows_written(place.folder)
     seen = _line(attempt.text, "stopped by SIG").replace(str(place.folder), "RUN_DIR")
     return Outcome(seen, _resumed(place, reached), _BY_HAND)
 
 
+@_fault("hang", "a rank hangs (SIGSTOP), `MAX_RESTARTS=2`")
 def _rank_hangs(place: Place) -> Outcome:
-    with _running(place, *_LIMITS, restarts=2) as attempt:
-        reached = rows_written(place.folder)
-        attempt.rank(1).suspend()
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
-    require_equal(place.folder, place.straight)
+    attempt, lost = _restarted(
+        place, lambda attempt: attempt.rank(1).suspend(), *_LIMITS, restarts=2
+    )
     seen = _line(attempt.text, "no rank made progress", "rank 1", "is stopped")
-    return Outcome(seen, _lost(attempt, reached), _BY_ITSELF)
+    return Outcome(seen, lost, _BY_ITSELF)
 
 
 _LIMITS = ("--debug.stall_s", "5", "--debug.kill_after_s", "10")
@@ -183,33 +201,32 @@ def _calm(place: Place) -> Path:
     return folder
 
 
+@_fault(
+    "regex",
+    "a regular expression in a reward function never ends, on one of two ranks, `MAX_RESTARTS=2`",
+)
 def _reward_hangs(place: Place) -> Outcome:
-    calm = _calm(place)
-    with _running(place, *_LIMITS, *REWARD, restarts=2) as attempt:
-        reached = rows_written(place.folder)
-        Path(f"{place.folder}.regex.1").touch()
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
-    require_equal(place.folder, calm)
-    attempt.require_gone()
+    begin = Path(f"{place.folder}.regex.1").touch
+    flags = (*_LIMITS, *REWARD)
+    attempt, lost = _restarted(place, lambda _: begin(), *flags, restarts=2, calm=_calm(place))
     report = _line(attempt.text, "rank 1 made no progress", "it runs your code, regex")
     _line(attempt.text, "rank 1 ends", "it runs your code, regex")
-    return Outcome(report.replace(f"{ROOT}/", ""), _lost(attempt, reached), _BY_ITSELF)
+    return Outcome(report.replace(f"{ROOT}/", ""), lost, _BY_ITSELF)
 
 
+@_fault(
+    "pool", "SIGKILL of a rank whose reward file keeps a `ProcessPoolExecutor`, `MAX_RESTARTS=3`"
+)
 def _pool_left(place: Place) -> Outcome:
-    calm = _calm(place)
-    with _running(place, *REWARD, restarts=3) as attempt:
-        reached = rows_written(place.folder)
-        attempt.rank(0).kill()
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
-    require_equal(place.folder, calm)
-    attempt.require_gone()
+    kill = lambda attempt: attempt.rank(0).kill()  # noqa: E731
+    attempt, lost = _restarted(place, kill, *REWARD, calm=_calm(place))
     seen = f"resuming from {Path(_line(attempt.text, 'resuming from')).name}"
-    return Outcome(f"{seen}; the pool ends with its rank", _lost(attempt, reached), _BY_ITSELF)
+    return Outcome(f"{seen}; the pool ends with its rank", lost, _BY_ITSELF)
 
 
+@_fault(
+    "changes", "a reward function changes torch's default dtype, the folder, `sys.stdout`, seeds"
+)
 def _users_changes(place: Place) -> Outcome:
     calm = _calm(place)
     Path(f"{place.folder}.changes").touch()
@@ -222,10 +239,12 @@ def _users_changes(place: Place) -> Outcome:
     return Outcome(f"{seen}; others alike", "nothing", "the run goes on (=)")
 
 
+@_fault("hangup", "SIGHUP to the launcher (the terminal is closed)")
 def _hung_up(place: Place) -> Outcome:
     return _stopped(place, lambda attempt: attempt.process.send_signal(signal.SIGHUP))
 
 
+@_fault("interrupt", "Ctrl-C twice")
 def _interrupted_twice(place: Place) -> Outcome:
     with _running(place) as attempt:
         ranks = attempt.family()[1:]
@@ -233,21 +252,22 @@ def _interrupted_twice(place: Place) -> Outcome:
         time.sleep(0.3)
         began = time.monotonic()
         attempt.process.send_signal(signal.SIGINT)
-        if (code := attempt.end()) != 130:
-            raise Unexpected(f"exit code {code}, not 130:\n{attempt.text[-3000:]}")
+        attempt.end_with(130)
         seconds = time.monotonic() - began
         if psutil.wait_procs(ranks, timeout=10)[1] or seconds > 20:
-            raise Unexpected(f"{seconds:.0f} s:\n{attempt.text[-3000:]}")
+            raise attempt.unexpected(f"{seconds:.0f} s")
     seen = attempt.text.strip().splitlines()[-1].replace(str(place.folder), "RUN_DIR")
     if "SIGINT" not in seen or "death signal" in attempt.text:
         raise Unexpected(attempt.text[-3000:])
     return Outcome(seen, _resumed(place, rows_written(place.folder)), _BY_HAND)
 
 
+@_fault("reader", "the reader of the console leaves (`\\| head -n 1`)")
 def _reader_leaves(place: Place) -> Outcome:
     return _silent(place, '"$0" "$@" 2>&1 | head -n 1')
 
 
+@_fault("console", "the disk of the console's file is full")
 def _console_full(place: Place) -> Outcome:
     return _silent(place, 'exec "$0" "$@" >/dev/full 2>&1')
 
@@ -255,20 +275,22 @@ def _console_full(place: Place) -> Outcome:
 def _silent(place: Place, shell: str) -> Outcome:
     """A run whose lines cannot be written."""
     attempt = launch(place.folder, prefix=("sh", "-c", shell))
-    if code := attempt.end():
-        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
+    attempt.end_with(0)
     require_equal(place.folder, place.straight)
     return Outcome("nothing: the lines are dropped", "nothing", "the run goes on to its end")
 
 
+@_fault("bit", "one bit of a shard of the newest checkpoint flips")
 def _bit_flipped(place: Place) -> Outcome:
     return _damaged(place, lambda folder: _flip(folder / "__1_0.distcp"))
 
 
+@_fault("missing", "a file of the newest checkpoint is missing")
 def _file_missing(place: Place) -> Outcome:
     return _damaged(place, lambda folder: (folder / "__0_0.distcp").unlink())
 
 
+@_fault("other-step", "a shard of another step in the newest checkpoint")
 def _other_step(place: Place) -> Outcome:
     def swap(folder: Path) -> None:
         older = folder.with_name(f"step_{newest_checkpoint(place.folder) - 1:06d}")
@@ -294,6 +316,7 @@ def _damaged(place: Place, damage: Callable[[Path], None]) -> Outcome:
     return Outcome(seen, _steps(1), _BY_HAND)
 
 
+@_fault("second-start", "a second start in the folder of a running run")
 def _second_start(place: Place) -> Outcome:
     with _running(place) as attempt:
         ranks = [attempt.rank(number) for number in (0, 1)]
@@ -305,14 +328,14 @@ def _second_start(place: Place) -> Outcome:
             rank.resume()
         if code != 2:
             raise Unexpected(f"exit code {code}, not 2:\n{second.text[-3000:]}")
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
+        attempt.end_with(0)
     require_equal(place.folder, place.straight)
     seen = _line(second.text, "another run writes").partition(str(place.folder))[2].lstrip("': ")
     seen = re.sub(r"process \d+ on .*?\)", "process PID on HOST, started TIME)", seen)
     return Outcome(seen, "nothing", "the first run goes on undisturbed")
 
 
+@_fault("same-failure", "one step fails again and again, `MAX_RESTARTS=3`")
 def _same_failure(place: Place) -> Outcome:
     """A reward function that fails whenever step 3 is reached."""
     reward = place.folder.with_name("fails.py")
@@ -329,14 +352,15 @@ def _same_failure(place: Place) -> Outcome:
     flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
     attempt = launch(place.folder, *flags, restarts=3)
     if not attempt.end():
-        raise Unexpected(f"a run that cannot pass step 3 ended well:\n{attempt.text[-3000:]}")
+        raise attempt.unexpected("a run that cannot pass step 3 ended well")
     failures = attempt.text.partition("failed twice")[0].count("RewardError on rank")
     if failures != 2:
-        raise Unexpected(f"step 3 failed {failures} times, not 2:\n{attempt.text[-3000:]}")
+        raise attempt.unexpected(f"step 3 failed {failures} times, not 2")
     seen = _line(attempt.text, "failed twice").partition(str(place.folder))[2].lstrip(": ")
     return Outcome(seen, "nothing more", "correct the cause, then start by hand")
 
 
+@_fault("full-disk", "the disk is full for some steps")
 def _disk_full(place: Place) -> Outcome:
     # More steps than it makes: a signal ends it when everything has been seen.
     flags = ("--checkpoint.keep", "1", "--checkpoint.export", "false", "--train.steps", "500")
@@ -352,8 +376,7 @@ def _disk_full(place: Place) -> Outcome:
             full.empty()
             attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
             attempt.launcher.send_signal(signal.SIGTERM)
-            if (code := attempt.end()) != 75:
-                raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
+            attempt.end_with(75)
         finally:
             attempt.kill()
     seen = _line(attempt.text, "not written: ", "no space: a checkpoint needs")
@@ -361,6 +384,7 @@ def _disk_full(place: Place) -> Outcome:
     return Outcome(seen, "nothing", "the run goes on; the save succeeds when there is room")
 
 
+@_fault("torn-metrics", "the last line of `metrics.jsonl` is torn")
 def _metrics_torn(place: Place) -> Outcome:
     with _running(place) as attempt:
         attempt.kill()
@@ -374,10 +398,11 @@ def _metrics_torn(place: Place) -> Outcome:
     return Outcome(seen, _steps(max(0, reached - saved)), _BY_HAND)
 
 
+@_fault("explosion", "a learning rate of 1e30")
 def _weights_explode(place: Place) -> Outcome:
     attempt = launch(place.folder, "--train.lr", "1e30", "--train.clip_grad", "0")
     if not attempt.end():
-        raise Unexpected(f"weights of 1e30 were accepted:\n{attempt.text[-3000:]}")
+        raise attempt.unexpected("weights of 1e30 were accepted")
     if newest_checkpoint(place.folder) or (place.folder / "hf").exists():
         raise Unexpected("a broken policy was saved")
     text = _line(attempt.text, "Error on rank")
@@ -386,16 +411,20 @@ def _weights_explode(place: Place) -> Outcome:
     return Outcome(seen, "nothing: no broken policy is saved", "with a lower train.lr")
 
 
+@_fault("exit-at-import", "a reward file calls `sys.exit(0)`")
 def _reward_exits(place: Place) -> Outcome:
     reward = place.folder.with_name("exits.py")
     reward.write_text("import sys\ndef f(response, prompt): return 1.0\nsys.exit(0)\n")
     attempt = launch(place.folder, "--reward.function", f"{reward}:f")
-    if (code := attempt.end()) != 2:
-        raise Unexpected(f"exit code {code}, not 2:\n{attempt.text[-3000:]}")
+    attempt.end_with(2)
     seen = _line(attempt.text, "calls sys.exit").partition("exits.py calls")[2]
     return Outcome(f"exits.py calls{seen}", "nothing", "correct the file")
 
 
+@_fault(
+    "environment",
+    "an environment raises, hangs, and replies with an unpaired surrogate (invalid Unicode)",
+)
 def _environment_fails(place: Place) -> Outcome:
     """A reply that no tokenizer can encode, an exception and a hang, with `on_error drop`."""
     environment = place.folder.with_name("odd.py")
@@ -429,15 +458,17 @@ def _environment_fails(place: Place) -> Outcome:
     )
 
 
+@_fault("deleted", "the folder of the run is deleted while it runs")
 def _folder_deleted(place: Place) -> Outcome:
     with _running(place) as attempt:
         shutil.rmtree(place.folder, ignore_errors=True)
         if not attempt.end():
-            raise Unexpected(f"half a folder, and a good end:\n{attempt.text[-3000:]}")
+            raise attempt.unexpected("half a folder, and a good end")
     seen = _line(attempt.text, "was deleted").partition(str(place.folder))[2].strip()
     return Outcome(seen, "the whole run", "as a new run")
 
 
+@_fault("slurm", "the signal before Slurm's time limit, two nodes")
 def _slurm_signal(place: Place) -> Outcome:
     """Two nodes with a rank each; the signal that Slurm sends before the time limit."""
     if reason := missing():
@@ -460,6 +491,7 @@ def _slurm_signal(place: Place) -> Outcome:
     return Outcome(seen, "nothing", "Slurm starts the job again (=)")
 
 
+@_fault("lost-link", "the link between two nodes is lost, engines of 2 ranks")
 def _link_lost(place: Place) -> Outcome:
     """Two nodes with two ranks and an engine of both; the cable between them is pulled out."""
     if reason := no_nodes():
@@ -482,50 +514,3 @@ def _link_lost(place: Place) -> Outcome:
     require_equal(place.folder, one)
     seen = _line("\n".join(attempt.text for attempt in attempts), "no rank made progress")
     return Outcome(seen, _steps(reached - saved), _BY_HAND)
-
-
-TABLE = (
-    Fault("kill-rank", "SIGKILL of a rank", _rank_killed),
-    Fault("kill-rank-restart", "SIGKILL of a rank, `MAX_RESTARTS=3`", _rank_killed_with_restarts),
-    Fault("kill-launcher", "SIGKILL of the launcher", _launcher_killed),
-    Fault("term-launcher", "SIGTERM to the launcher", _launcher_terminated),
-    Fault("usr1-rank", "SIGUSR1 to a rank", _rank_signalled),
-    Fault("hang", "a rank hangs (SIGSTOP), `MAX_RESTARTS=2`", _rank_hangs),
-    Fault(
-        "regex",
-        "a regular expression in a reward function never ends, on one of two ranks, "
-        "`MAX_RESTARTS=2`",
-        _reward_hangs,
-    ),
-    Fault(
-        "pool",
-        "SIGKILL of a rank whose reward file keeps a `ProcessPoolExecutor`, `MAX_RESTARTS=3`",
-        _pool_left,
-    ),
-    Fault(
-        "changes",
-        "a reward function changes torch's default dtype, the folder, `sys.stdout`, seeds",
-        _users_changes,
-    ),
-    Fault("hangup", "SIGHUP to the launcher (the terminal is closed)", _hung_up),
-    Fault("interrupt", "Ctrl-C twice", _interrupted_twice),
-    Fault("reader", "the reader of the console leaves (`\\| head -n 1`)", _reader_leaves),
-    Fault("console", "the disk of the console's file is full", _console_full),
-    Fault("same-failure", "one step fails again and again, `MAX_RESTARTS=3`", _same_failure),
-    Fault("bit", "one bit of a shard of the newest checkpoint flips", _bit_flipped),
-    Fault("missing", "a file of the newest checkpoint is missing", _file_missing),
-    Fault("other-step", "a shard of another step in the newest checkpoint", _other_step),
-    Fault("second-start", "a second start in the folder of a running run", _second_start),
-    Fault("full-disk", "the disk is full for some steps", _disk_full),
-    Fault("torn-metrics", "the last line of `metrics.jsonl` is torn", _metrics_torn),
-    Fault("explosion", "a learning rate of 1e30", _weights_explode),
-    Fault("exit-at-import", "a reward file calls `sys.exit(0)`", _reward_exits),
-    Fault(
-        "environment",
-        "an environment raises, hangs, and replies with an unpaired surrogate (invalid Unicode)",
-        _environment_fails,
-    ),
-    Fault("slurm", "the signal before Slurm's time limit, two nodes", _slurm_signal),
-    Fault("lost-link", "the link between two nodes is lost, engines of 2 ranks", _link_lost),
-    Fault("deleted", "the folder of the run is deleted while it runs", _folder_deleted),
-)
