@@ -2,9 +2,9 @@
 time.
 
 A case is a module-level function `case(device, **arguments)` in a module under `tests`. It returns
-JSON values or frozen dataclasses of them; `run_world` returns the ranks' results in order, as the
-types that the case is annotated with. Processes that outlive the limit are killed with everything
-they started, and their output is shown.
+JSON values or namespaces of them; `run_world` returns the ranks' results in order. A dataclass
+arrives as a namespace, a tuple as a list. Processes that outlive the limit are killed with
+everything they started, and their output is shown.
 
 Importing torch, Megatron and vLLM takes a process 5 to 8 s. So ranks are forked from processes that
 have imported them and done nothing else (`tests.warm`); there are two, so that ranks differ in the
@@ -17,11 +17,11 @@ import os
 import select
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from tests import warm
 
@@ -37,28 +37,14 @@ QUIET_THREADS = {
 T = TypeVar("T")
 
 
-def plain(value: Any) -> Any:
-    """Make JSON values of dataclasses, at any depth."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+def _told(value: Any) -> dict[str, Any]:
+    """A namespace or a dataclass as JSON."""
+    assert isinstance(value, SimpleNamespace) or is_dataclass(value), type(value)
+    return {"namespace": vars(value)}
 
 
-def restored(kind: Any, value: Any) -> Any:
-    """Make the dataclasses of a type from JSON values; other types are left as JSON has them."""
-    arguments = get_args(kind)
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: restored(hints[name], entry) for name, entry in value.items()})
-    if get_origin(kind) is list:
-        return [restored(arguments[0], entry) for entry in value]
-    if get_origin(kind) is dict:
-        return {key: restored(arguments[1], entry) for key, entry in value.items()}
-    if get_origin(kind) in (Union, types.UnionType) and value is not None:
-        return restored(next(one for one in arguments if one is not type(None)), value)
-    return value
+def _heard(value: dict[str, Any]) -> Any:
+    return SimpleNamespace(**value["namespace"]) if value.keys() == {"namespace"} else value
 
 
 class Rank:
@@ -155,9 +141,8 @@ def run_rows(
                 for rank, output in enumerate(outputs)
             )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
-        kind = get_type_hints(case)["return"]
-        found = [json.loads(job.read_text()) for job in jobs]
-        return [[restored(kind, value) for value in row] for row in zip(*found, strict=True)]
+        found = [json.loads(job.read_text(), object_hook=_heard) for job in jobs]
+        return [list(row) for row in zip(*found, strict=True)]
 
 
 def shared_worlds(
@@ -230,8 +215,8 @@ def _be_rank(file: Path) -> None:
         # memory from one that still reads it.
         torch.distributed.barrier()
         print(f"{name} {arguments}", flush=True)
-        results.append(plain(case(device, **arguments)))
-    file.write_text(json.dumps(results))
+        results.append(case(device, **arguments))
+    file.write_text(json.dumps(results, default=_told))
 
 
 def nothing() -> None:

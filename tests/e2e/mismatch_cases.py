@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -52,24 +52,6 @@ def near_tie_checkpoint(
     return folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class Paired:
-    """One batch, scored with live and with replayed routes; None for a dense model.
-
-    Attributes:
-        live, replay: mismatch of engine and policy.
-        tokens: loss tokens.
-        slots_differ: share of (token, layer) slots in which live routes differ from captured ones.
-        tokens_differ: share of tokens with such a slot.
-    """
-
-    live: dict[str, float]
-    replay: dict[str, float] | None = None
-    tokens: int | None = None
-    slots_differ: float | None = None
-    tokens_differ: float | None = None
-
-
 def figures_of(scores: TokenScores) -> dict[str, float]:
     """The mismatch panel of one pass."""
     columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
@@ -88,8 +70,14 @@ def paired(
     group: int = 4,
     max_tokens: int = 24,
     router_logits: str = "float32",
-) -> list[Paired]:
-    """Score sampled batches with replayed and with live routes; no update is made."""
+) -> list[SimpleNamespace]:
+    """Score sampled batches with replayed and with live routes; no update is made.
+
+    Returns:
+        By batch: the mismatch of engine and policy with `live` and with `replay`ed routes, loss
+        tokens, the share of slots in which live routes differ from captured ones, and of tokens
+        with such a slot. A dense model has `live` alone.
+    """
     config = tiny_config(
         model,
         model={"dtype": policy_dtype, "router_logits": router_logits},
@@ -109,12 +97,12 @@ def paired(
         batch = world.batch_of(collected, 4096)
         flat = batch.micro_batches
         if not world.engine.capture:
-            rows.append(Paired(live=figures_of(world.policy.score(flat, mode="live"))))
+            rows.append(SimpleNamespace(live=figures_of(world.policy.score(flat, mode="live"))))
             continue
         live = world.policy.score(flat, mode="record")  # routes live, and keeps the routes
         slots, tokens = _disagreement(flat, live.ledger.recorded)
         rows.append(
-            Paired(
+            SimpleNamespace(
                 live=figures_of(live),
                 replay=figures_of(world.policy.score(flat, mode="replay")),
                 tokens=batch.num_loss_tokens,

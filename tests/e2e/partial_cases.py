@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,45 +112,6 @@ class Stepper(Talker):
         return rounds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Steps of one kind of conversation; the last three only with one rank.
-
-    Attributes:
-        rollouts: by step.
-        metrics: rollout/* by step.
-        versions: every segment against its own policy version.
-        complete: every rollout has tokens - 1 captured rows.
-        saved: steps that go through checkpoint files give the same.
-    """
-
-    rollouts: list[list[SimpleNamespace]]
-    metrics: list[dict[str, float]]
-    versions: SimpleNamespace | None = None
-    complete: bool | None = None
-    saved: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budgets:
-    """Steps by kind; the rest only with one rank.
-
-    Attributes:
-        groups: groups in a checkpoint, as one engine and as the first and second of two read them.
-        drop: without staleness, which drops what the budget interrupts.
-        off, plenty: without a budget, and with one that no conversation reaches.
-        nothing: message of a step in which nothing finishes.
-    """
-
-    kinds: dict[str, Kind]
-    groups: list[list[int]] = field(default_factory=list)
-    drop: Kind | None = None
-    off: list[list[SimpleNamespace]] = field(default_factory=list)
-    plenty: list[list[SimpleNamespace]] = field(default_factory=list)
-    nothing: str = ""
-    trained: SimpleNamespace | None = None
-
-
 def copied(rounds: Sequence[Collected]) -> list[list[SimpleNamespace]]:
     """Return all rollouts by step.
 
@@ -177,13 +138,13 @@ def copied(rounds: Sequence[Collected]) -> list[list[SimpleNamespace]]:
     ]
 
 
-def kind_of(rounds: Sequence[Collected]) -> Kind:
+def kind_of(rounds: Sequence[Collected]) -> SimpleNamespace:
     """Return rollouts and metrics by step."""
     metrics = [
         values({k: part for each in reported for k, part in each.items() if "rollout/" in k})
         for _, _, reported in rounds
     ]
-    return Kind(rollouts=copied(rounds), metrics=metrics)
+    return SimpleNamespace(rollouts=copied(rounds), metrics=metrics)
 
 
 @torch.no_grad()
@@ -233,8 +194,19 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Sim
     return found
 
 
-def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budgets:
-    """Sample steps with short budgets, in kinds of conversation; none are all."""
+def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> SimpleNamespace:
+    """Sample steps with short budgets, in kinds of conversation; none are all.
+
+    Returns:
+        kinds: steps by kind; rollouts and metrics of each by step, and with one rank `versions`
+            (every segment against its own policy version), `complete` (every rollout has tokens - 1
+            captured rows) and `saved` (steps that go through checkpoint files give the same).
+            The rest only with one rank.
+        groups: groups in a checkpoint, as one engine and as the first and second of two read them.
+        drop: without staleness, which drops what the budget interrupts.
+        off, plenty: without a budget, and with one that no conversation reaches.
+        nothing: message of a step in which nothing finishes.
+    """
     where = Path(folder) / f"{device.world_size}_{device.rank}"
     where.mkdir()
     file = where / "chatty.py"
@@ -259,7 +231,7 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
         "chatty": {"path": f"{file}:Chatty", "max_turn_tokens": 20},
         "stops": {"path": f"{file}:Stops", "max_turn_tokens": 20},
     }
-    results: dict[str, Kind] = {}
+    results: dict[str, SimpleNamespace] = {}
     yardsticks = (
         [Yardstick(str(path)) for path in policy_versions] if device.world_size == 1 else []
     )
@@ -277,14 +249,11 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
             for each in rollouts
         )
         again = stepper.steps(budget, saved=where / kind, **env)
-        results[kind] = replace(
-            results[kind],
-            versions=compare(rollouts, yardsticks),
-            complete=complete,
-            saved=copied(again) == results[kind].rollouts,
-        )
+        results[kind].versions = compare(rollouts, yardsticks)
+        results[kind].complete = complete
+        results[kind].saved = copied(again) == results[kind].rollouts
     if not yardsticks:
-        return Budgets(kinds=results)
+        return SimpleNamespace(kinds=results)
 
     # The file of one engine, read by one and by two: every group is there once.
     folder = where / "single" / "step_2"
@@ -308,7 +277,7 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Budget
     )
     tiny = replace(dropping, rollout=replace(dropping.rollout, step_token_budget=2))
     nothing = message_of(lambda: stepper.steps(tiny), BudgetError)
-    return Budgets(
+    return SimpleNamespace(
         kinds=results,
         groups=groups,
         drop=drop,

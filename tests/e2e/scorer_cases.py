@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from r3.config import RewardConfig
@@ -17,28 +18,6 @@ from r3.types import Prompt, Rollout
 from r3.user_code import CallError
 from tests.talkers import Talker, values
 from tests.tiny import parts_of, rewards_of, tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One round, by "GROUP/SAMPLE".
-
-    Attributes:
-        parts: rewards of each component.
-        overlap: conversations that had their reward while others were still sampled.
-        judged: conversations that had a reward.
-        single: rewards of the reward model one by one, or of the policy as a judge, asked alone.
-    """
-
-    tokens: dict[str, list[int]]
-    responses: dict[str, str]
-    rewards: dict[str, float]
-    parts: dict[str, dict[str, float]]
-    metrics: dict[str, float]
-    overlap: int
-    judged: int
-    seconds: float
-    single: dict[str, float] = field(default_factory=dict)
 
 
 class Watched(Scorer):
@@ -99,11 +78,17 @@ def round_of(
     return collected, watched, seconds
 
 
-def told(collected: RoundResult, watched: Watched, seconds: float) -> Judged:
-    """Return what the tests compare of a round."""
+def told(collected: RoundResult, watched: Watched, seconds: float) -> SimpleNamespace:
+    """Return what the tests compare of a round, by "GROUP/SAMPLE".
+
+    Returns:
+        parts: rewards of each component.
+        overlap: conversations that had their reward while others were still sampled.
+        judged: conversations that had a reward.
+    """
     names = [f"{rollout.group}/{rollout.sample_index}" for rollout in collected.rollouts]
     rollouts = collected.rollouts
-    return Judged(
+    return SimpleNamespace(
         tokens=dict(zip(names, (each.tokens_T.tolist() for each in rollouts), strict=True)),
         responses=dict(zip(names, (each.response for each in rollouts), strict=True)),
         rewards=dict(zip(names, rewards_of(collected), strict=True)),
@@ -146,10 +131,13 @@ def asked_alone(
 
 def kinds(
     device: Device, *, file: str, reward_model: str, prompt_file: str, url: str = ""
-) -> dict[str, Judged]:
-    """Sample the same round with scorers of every kind; with `url` by the judge behind it only."""
+) -> dict[str, SimpleNamespace]:
+    """Sample the same round with scorers of every kind; with `url` by the judge behind it only.
+
+    `single` are rewards of the reward model one by one, or of the policy as a judge, asked alone.
+    """
     engine = talker(device)
-    found: dict[str, Judged] = {}
+    found: dict[str, SimpleNamespace] = {}
     judge = RewardConfig(
         function=("http",),
         url=url,
@@ -185,14 +173,13 @@ def kinds(
     model.wake(device)
     run("model", settings, model=model)
     prompts = engine.task.prompts.prompts
-    single = {
+    found["model"].single = {
         name: model.score(response, prompts[int(name.partition("/")[0])])
         for name, response in found["model"].responses.items()
     }
-    found["model"] = replace(found["model"], single=single)
     own = replace(judge, function=("self_judge",), no_verdict=-1.0)
     run("self", own)
-    found["self"] = replace(found["self"], single=asked_alone(engine, own, found["self"].responses))
+    found["self"].single = asked_alone(engine, own, found["self"].responses)
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)
     run("drop", picky)
     run("kept", picky, keep_failed=True)

@@ -19,6 +19,7 @@ from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
+
 class Desk:
     """A user's folder, beside a clone of the repository."""
 

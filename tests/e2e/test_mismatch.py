@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e import mismatch_cases as cases
-from tests.e2e.mismatch_cases import Paired
 from tests.sweeps import sweep
 from tests.world import run_world
 
@@ -22,11 +22,11 @@ POLICY_DTYPES = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Paired]]:
+def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[SimpleNamespace]]:
     """The 20 batches of a model with a bfloat16 engine, each model and precision measured once."""
 
     @cache
-    def measured(policy_dtype: str, dense: bool = False) -> list[Paired]:
+    def measured(policy_dtype: str, dense: bool = False) -> list[SimpleNamespace]:
         model = cases.near_tie_checkpoint(tmp_path_factory.mktemp("model"), dense=dense)
         (found,) = run_world(
             cases.paired,
@@ -41,13 +41,13 @@ def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Pair
     return measured
 
 
-def mean(rows: list[Paired], arm: str, figure: str) -> float:
+def mean(rows: list[SimpleNamespace], arm: str, figure: str) -> float:
     return fmean(getattr(row, arm)[figure] for row in rows)
 
 
 @POLICY_DTYPES
 def test_replay_removes_nearly_all_that_live_routing_adds_to_the_mismatch(
-    policy_dtype: str, rows_of: Callable[..., list[Paired]]
+    policy_dtype: str, rows_of: Callable[..., list[SimpleNamespace]]
 ) -> None:
     rows = rows_of(policy_dtype)
     assert len(rows) == BATCHES
@@ -69,7 +69,7 @@ def test_replay_removes_nearly_all_that_live_routing_adds_to_the_mismatch(
 
 @POLICY_DTYPES
 def test_what_replay_leaves_is_what_a_dense_model_has(
-    policy_dtype: str, rows_of: Callable[..., list[Paired]]
+    policy_dtype: str, rows_of: Callable[..., list[SimpleNamespace]]
 ) -> None:
     floor = mean(rows_of(policy_dtype, dense=True), "live", "k3")
     assert mean(rows_of(policy_dtype), "replay", "k3") <= 1.5 * floor

@@ -11,13 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
-from tests.e2e.scorer_cases import Judged
 from tests.families import CLASSIFIER_TOLERANCE, classifier
 from tests.runs import rows_of, run
 from tests.warm import interpreter
@@ -101,7 +101,7 @@ def vllm_server() -> Iterator[str]:
         process.communicate()
 
 
-def judged_rounds(folder: Path, **arguments: str) -> dict[str, Judged]:
+def judged_rounds(folder: Path, **arguments: str) -> dict[str, SimpleNamespace]:
     """One round with each kind of scorer."""
     (folder / "mine.py").write_text(FUNCTIONS)
     # As much as the shipped model can take
@@ -120,11 +120,11 @@ def judged_rounds(folder: Path, **arguments: str) -> dict[str, Judged]:
 
 
 @pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimpleNamespace]:
     return judged_rounds(tmp_path_factory.mktemp("judges"))
 
 
-def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
+def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, SimpleNamespace]) -> None:
     quick = rounds["quick"].tokens
     assert len(quick) == 32
     for name in ("slow", "model", "kept", "self"):
@@ -132,21 +132,21 @@ def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
     assert rounds["drop"].tokens.items() <= quick.items()
 
 
-def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Judged]) -> None:
+def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, SimpleNamespace]) -> None:
     for name in ("slow", "model"):
         assert rounds[name].judged == 32
         overlap, seconds = rounds[name].overlap, rounds[name].seconds
         assert overlap >= 1, f"{name}: {overlap} of 32, in a round of {seconds:.1f} s"
 
 
-def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, Judged]) -> None:
+def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, SimpleNamespace]) -> None:
     slow = rounds["slow"]
     for name, response in slow.responses.items():
         assert slow.parts[name]["slow"] == len(response)
         assert slow.rewards[name] == 0.5 * len(response) + slow.parts[name]["exact"]
 
 
-def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Judged]) -> None:
+def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, SimpleNamespace]) -> None:
     model = rounds["model"]
     worst = max(abs(model.rewards[name] - model.single[name]) for name in model.rewards)
     assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
@@ -156,7 +156,7 @@ def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Judged
 @pytest.mark.large
 @pytest.mark.timeout(600)
 def test_a_vllm_server_is_an_llm_judge(
-    rounds: dict[str, Judged], vllm_server: str, tmp_path: Path
+    rounds: dict[str, SimpleNamespace], vllm_server: str, tmp_path: Path
 ) -> None:
     """The shipped model is the judge: its reply has a number after ####, or is a failure."""
     http = judged_rounds(tmp_path, url=vllm_server)["http"]
@@ -172,7 +172,7 @@ def test_a_vllm_server_is_an_llm_judge(
 
 
 def test_the_policy_judges_itself_with_calls_that_nobody_trains_on(
-    rounds: dict[str, Judged],
+    rounds: dict[str, SimpleNamespace],
 ) -> None:
     """The same scores as when it is asked about one response after the other."""
     own = rounds["self"]
@@ -185,7 +185,9 @@ def test_the_policy_judges_itself_with_calls_that_nobody_trains_on(
     assert own.overlap >= 1, "it is asked while other responses are sampled"
 
 
-def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str, Judged]) -> None:
+def test_failures_are_left_out_of_training_and_0_in_evaluation(
+    rounds: dict[str, SimpleNamespace],
+) -> None:
     drop, kept = rounds["drop"], rounds["kept"]
     bad = {name for name, response in kept.responses.items() if len(response) % 3 == 0}
     assert 0 < len(bad) < 32

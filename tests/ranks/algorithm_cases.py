@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -104,16 +104,6 @@ def losses(device: Device, *, cp: int) -> dict[str, SimpleNamespace]:
     measure("bypass", old_N, correction="bypass")
     measure("old is the engine's", tokens.rollout_logprobs_N)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filtered:
-    """An update whose responses were all filtered."""
-
-    denominators: list[int]
-    grad_norm: float
-    loss: float
-    entropy_over: float
 
 
 def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
@@ -231,7 +221,7 @@ def _advantages(batch: Batch, mesh: Mesh) -> list[float]:
     return [merged[index] for index in range(len(merged))]
 
 
-def filtered(policy: Policy) -> Filtered:
+def filtered(policy: Policy) -> SimpleNamespace:
     """Make one update whose responses were all filtered."""
     samples = [
         Sample(rollout=replace(rollout, finish_reason="length"))
@@ -240,7 +230,7 @@ def filtered(policy: Policy) -> Filtered:
     spec = PackingSpec(micro_batch_tokens=128, on_missing="live", filters_truncated=True)
     (batch,), _ = distribute(samples, policy.mesh, policy.shape, spec)
     update, metrics = one_update(policy, batch, total_updates=10)
-    return Filtered(
+    return SimpleNamespace(
         denominators=[batch.num_loss_tokens, batch.num_sequences],
         grad_norm=update.grad_norm,
         loss=metrics["loss/total"].total,

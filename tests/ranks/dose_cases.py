@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,30 +22,13 @@ from tests.tiny import tiny_config
 DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dose:
-    """One pass.
-
-    Attributes:
-        figures: mismatch of engine and policy.
-        rows: captured rows per layer.
-        agreed: rows per layer whose live route is the replayed one.
-        wrong: rows, over all layers, whose token went to other experts than its route says.
-        hits: corrupted rows per layer.
-    """
-
-    figures: dict[str, float]
-    rows: int = 0
-    agreed: list[float] = field(default_factory=list)
-    wrong: int = 0
-    hits: list[int] = field(default_factory=list)
-
-
 def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> SimpleNamespace:
     """Measure k3 and agreement by share of corrupted slots, and for misaligned routes.
 
     Returns:
         Passes with live routes, by share of corrupted slots, by corrupted layer, by misalignment.
+        Each has `figures` of the mismatch, captured `rows` per layer, rows per layer that `agreed`
+        with live routing, rows that went to `wrong` experts, and corrupted rows per layer (`hits`).
     """
     config = tiny_config(
         model,
@@ -65,13 +48,14 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
         samples = [replace(sample, rollout=rollout) for sample, rollout in pairs]
         return world.batch_of(replace(collected, samples=samples), 1024).micro_batches
 
-    def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> Dose:
+    def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> SimpleNamespace:
         with read_back(policy) as maps:
             scores = policy.score(micro_batches, mode=mode)
         parts = mismatch(
             *(torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask))
         )
-        dose = Dose(figures={name: type(part).reduce([part]) for name, part in parts.items()})
+        figures = {name: type(part).reduce([part]) for name, part in parts.items()}
+        dose = SimpleNamespace(figures=figures, hits=[])
         if scores.ledger.counts is None:
             return dose
         wrong = sum(
@@ -84,7 +68,8 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
             for i, micro_batch in enumerate(micro_batches)
         )
         agreed = scores.ledger.counts[:, 0].tolist()
-        return replace(dose, rows=scores.ledger.rows[0], agreed=agreed, wrong=wrong)
+        dose.rows, dose.agreed, dose.wrong = scores.ledger.rows[0], agreed, wrong
+        return dose
 
     def changed_by(change: Callable[[Rollout, int], np.ndarray]) -> tuple[MicroBatch, ...]:
         return packed(
@@ -101,7 +86,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
     runners_up = _runners_up(policy, correct)
     layers = range(len(shape.moe_layers))
 
-    def corrupted(share: float, only: int | None = None) -> Dose:
+    def corrupted(share: float, only: int | None = None) -> SimpleNamespace:
         micro_batches, hits = [], []
         for micro_batch, next_best in zip(correct, runners_up, strict=True):
             hit = _hit(micro_batch, share)
@@ -109,7 +94,9 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
                 hit &= torch.arange(len(layers)) == only
             micro_batches.append(_corrupted(micro_batch, next_best, hit))
             hits.append(hit)
-        return replace(measure(micro_batches), hits=torch.cat(hits).sum(0).tolist())
+        dose = measure(micro_batches)
+        dose.hits = torch.cat(hits).sum(0).tolist()
+        return dose
 
     return SimpleNamespace(
         live=measure(correct, "live"),

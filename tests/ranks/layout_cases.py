@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,32 +40,6 @@ from tests.policies import (
     save_checkpoint,
 )
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateFigures:
-    """Loss summed over all ranks, and gradient norms, of one update."""
-
-    loss: float
-    grad_norm: float
-    router_grad_norm: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures(UpdateFigures):
-    """One update, and how the checkpoint was read.
-
-    Attributes:
-        agreement_slots: (token, layer) slots in which routes were compared on this rank.
-        by_layer: metric of a layer or a range of positions -> [slots that agree, slots].
-        bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
-        largest_read: bytes of the largest read / bytes of the largest tensor.
-    """
-
-    agreement_slots: float
-    by_layer: dict[str, list[float]]
-    bytes_read: float
-    largest_read: float
 
 
 def logits(device: Device, *, model: str, ep: int = 1) -> float:
@@ -106,8 +81,12 @@ def gradients(
     dtype: str = "float32",
     replay: str = "r3",
     exchange: bool = False,
-) -> Figures:
+) -> SimpleNamespace:
     """Compute loss and gradients of one batch with replayed random routes, then update once.
+
+    `agreement_slots` are those in which routes were compared on this rank; `by_layer` has the slots
+    that agree, and all, by metric; `bytes_read` is the ratio of bytes read from the checkpoint to
+    those of this rank's tensors, `largest_read` the same for the largest.
 
     Ranges of positions are so short here that every sequence is in all.
 
@@ -155,7 +134,7 @@ def gradients(
     }
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
     compared = policy.replay.taps and replay == "r3"
-    return Figures(
+    return SimpleNamespace(
         loss=float(losses),
         grad_norm=update.grad_norm,
         router_grad_norm=update.router_grad_norm,
@@ -241,7 +220,7 @@ def wrong_shapes(device: Device) -> list[str]:
 
 def second_update(
     device: Device, *, model: str, out: str, parallel: dict[str, Any], resume: bool
-) -> UpdateFigures:
+) -> SimpleNamespace:
     """The second update: after the first one and a checkpoint, or resumed from that checkpoint."""
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
@@ -253,7 +232,7 @@ def second_update(
     update, metrics = one_update(policy, batch, total_updates=4)
     loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
-    return UpdateFigures(
+    return SimpleNamespace(
         loss=float(total), grad_norm=update.grad_norm, router_grad_norm=update.router_grad_norm
     )
 
