@@ -114,13 +114,20 @@ def program(
     cwd: Path = ROOT,
     env: Mapping[str, str] = MappingProxyType({}),
     timeout_s: float = 240.0,
+    together: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end: what it said, and its exit code. `env` is added to our own."""
+    """Run a program to its end: what it said, and its exit code.
+
+    Args:
+        env: added to our own.
+        together: both streams are in `stdout`.
+    """
     return subprocess.run(
         [*map(str, words)],
         cwd=cwd,
         env={**os.environ, **env},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if together else subprocess.PIPE,
         text=True,
         timeout=timeout_s,
     )
@@ -131,15 +138,8 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
 
     Without a GPU, launcher and ranks are forked (`tests.warm`).
     """
-    return subprocess.run(
-        [*_launcher(ranks, is_forked=True, is_warm=True), *command],
-        cwd=ROOT,
-        env=os.environ | QUIET_THREADS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
+    words = (*_launcher(ranks, is_forked=True, is_warm=True), *command)
+    return program(*words, env=QUIET_THREADS, timeout_s=180, together=True)
 
 
 def _launcher(ranks: int, *, is_forked: bool, is_warm: bool) -> list[str]:

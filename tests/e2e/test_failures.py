@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +12,6 @@ from r3 import assets
 from tests.runs import program, rows_of
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
-from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -31,14 +29,7 @@ def test_a_wrong_reward_prints_one_block_and_keeps_what_was_written(tmp_path: Pa
         *("--data.path", FEW_ROWS),
         *("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0"),
     )
-    done = subprocess.run(
-        ["launch/local.sh", *flags],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": interpreter(), "NPROC": "2"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = program("launch/local.sh", *flags, env={"PYTHON": interpreter(), "NPROC": "2"})
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     command = f"NPROC=2 launch/local.sh --from {tmp_path / 'run'}"

@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +18,7 @@ from r3.runtime.device import free_port
 from r3.tools.beside.watchdog import ENDS_RANK
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
-from tests.runs import finish, kill, rows_of, start, timeless
+from tests.runs import finish, kill, program, rows_of, start, timeless
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -43,42 +43,21 @@ def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) ->
 def second_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start the first of two ranks and wait for its end."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return subprocess.run(
-        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(folder), *flags],
-        cwd=ROOT,
-        env=os.environ | ranks | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = (interpreter(), "train.py", "tiny-smoke", "--log.dir", folder, *flags)
+    return program(*command, env=ranks | {"PYTHONPATH": str(ROOT)})
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@dataclass(frozen=True)
-class Signalled:
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run that was started twice and then stopped by a signal to one of its two ranks.
 
-    Attributes:
-        second: the second start.
-        before, after: files of the folder around the second start.
-        step: the last step that the run said it made.
+    `before` and `after` are the files of the folder around the `second` start, `step` the last one
+    that the run said it made.
     """
-
-    folder: Path
-    flags: tuple[str, ...]
-    second: subprocess.CompletedProcess[str]
-    before: dict[Path, bytes]
-    after: dict[Path, bytes]
-    output: str
-    step: int
-
-
-@pytest.fixture(scope="module")
-def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
     flags += ("--rollout.prompts_per_step", "4", "--data.path", FEW_ROWS)
@@ -98,17 +77,18 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     output = finish(process)
     assert process.returncode != 0
     step = int(output.partition("stopped by SIGTERM after step ")[2].partition(";")[0])
-    return Signalled(folder, flags, second, before, after, output, step)
+    given = dict(folder=folder, flags=flags, second=second, before=before, after=after)
+    return SimpleNamespace(**given, output=output, step=step)
 
 
-def test_second_start_is_refused_and_changes_nothing(signalled: Signalled) -> None:
+def test_second_start_is_refused_and_changes_nothing(signalled: SimpleNamespace) -> None:
     assert signalled.after == signalled.before
     assert signalled.second.returncode == 2
     assert "another run writes to this folder (process " in signalled.second.stderr
     assert "Traceback" not in signalled.second.stderr
 
 
-def test_signal_to_a_rank_stops_both_after_the_step(signalled: Signalled) -> None:
+def test_signal_to_a_rank_stops_both_after_the_step(signalled: SimpleNamespace) -> None:
     folder, step = signalled.folder, signalled.step
     command = f"torchrun --nproc_per_node 2 train.py --from {folder}"
     assert f"after step {step}; continue with: {command}\n" in signalled.output
@@ -118,7 +98,7 @@ def test_signal_to_a_rank_stops_both_after_the_step(signalled: Signalled) -> Non
     assert (folder / "checkpoints" / f"step_{step:06d}").is_dir()
 
 
-def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: Signalled) -> None:
+def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: SimpleNamespace) -> None:
     """The run goes on beside a wrong bit in its newest checkpoint; then the launcher is killed."""
     folder, step = signalled.folder, signalled.step
     rows = rows_of(folder)[:step]
@@ -142,12 +122,12 @@ def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: Signalle
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
 
 
-@dataclass(frozen=True)
-class Hung:
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run whose disk held back checkpoint 4. A rank was stopped in step 6; the launcher started
     the ranks again; then step 6 failed, and at last the disk went on.
 
-    Attributes:
+    Returns:
         before, after: rows up to step 5 of the first and of the second attempt.
         partial: whether checkpoint 4 was begun when the rank was stopped.
         kept: the newest checkpoint then.
@@ -155,19 +135,6 @@ class Hung:
         code: of the launcher.
         newest: the newest checkpoint at the end.
     """
-
-    text: str
-    before: list[dict[str, float]]
-    after: list[dict[str, float]]
-    partial: bool
-    kept: int
-    waited: bool
-    code: int
-    newest: int
-
-
-@pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
     tmp_path = tmp_path_factory.mktemp("hung")
     folder, armed, failed = tmp_path / "run", tmp_path / "armed", tmp_path / "failed"
     reward = tmp_path / "fails.py"
@@ -203,25 +170,25 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
         code = attempt.end()
     finally:
         attempt.kill()
-    newest = newest_checkpoint(folder)
-    return Hung(attempt.text, before, after, partial, kept, waited, code, newest)
+    given = dict(before=before, after=after, partial=partial, kept=kept, waited=waited, code=code)
+    return SimpleNamespace(**given, text=attempt.text, newest=newest_checkpoint(folder))
 
 
 @needs_compiler
-def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(hung: Hung) -> None:
+def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(hung: SimpleNamespace) -> None:
     assert "no rank made progress for 15 s (debug.kill_after_s); rank 0 ends" in hung.text
     assert "step_000002 after step 2" in hung.text
     assert hung.after == hung.before, "the steps are made again as they were"
 
 
 @needs_compiler
-def test_steps_go_on_beside_a_save_and_a_kill_loses_only_it(hung: Hung) -> None:
+def test_steps_go_on_beside_a_save_and_a_kill_loses_only_it(hung: SimpleNamespace) -> None:
     assert [row["step"] for row in hung.before] == [1, 2, 3, 4, 5]
     assert hung.partial and hung.kept == 2
 
 
 @needs_compiler
-def test_step_that_fails_beside_a_save_lets_it_end_first(hung: Hung) -> None:
+def test_step_that_fails_beside_a_save_lets_it_end_first(hung: SimpleNamespace) -> None:
     assert hung.waited
     assert (hung.code, hung.newest) == (1, 4)
     assert "RewardError on rank" in hung.text
@@ -231,16 +198,9 @@ def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
     """One of two ranks starts: as if the other one had been stopped while it was imported."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     limits = ("--debug.stall_s", "1", "--debug.kill_after_s", "2")
-    done = subprocess.run(
-        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(tmp_path), *limits],
-        cwd=ROOT,
-        env=os.environ
-        | ranks
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = (interpreter(), "train.py", "tiny-smoke", "--log.dir", tmp_path, *limits)
+    done = program(*command, env=ranks | address | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == -ENDS_RANK, done.stderr[-3000:]  # launch/ makes 75 of it
     assert "no rank made progress for 4 s (debug.kill_after_s); rank 0 ends" in done.stderr
 

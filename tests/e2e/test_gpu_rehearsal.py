@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,16 @@ import pytest
 
 from benchmarks import gpu_tables
 from benchmarks.gpu_steps import steps
+from tests.runs import program
 from tests.warm import interpreter
-from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large, pytest.mark.timeout(2400)]
 
 
 def rehearsed(out: Path, *names: str) -> dict[str, dict[str, Any]]:
     """Row of results by step, of these steps and those they come after; all without names."""
-    done = subprocess.run(
-        ["benchmarks/gpu.sh", "--rehearse", "--out", str(out), *names],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": interpreter()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ("benchmarks/gpu.sh", "--rehearse", "--out", out, *names)
+    done = program(*command, env={"PYTHON": interpreter()}, timeout_s=2300, together=True)
     failed = [line for line in done.stdout.splitlines() if "failed: " in line]
     logs = "".join(
         f"--- {name}\n{(out / f'{name}.log').read_text()[-2000:]}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from r3.assets import TINY_MOE
 from tests.e2e import adapter_cases
 from tests.families import engine_sizes, family_checkpoint
-from tests.runs import interpreter, rows_of, run
-from tests.world import ROOT, run_world
+from tests.runs import interpreter, program, rows_of, run
+from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +54,7 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
     assert kl[0] < 1e-6 < 1e-4 < kl[-1]
 
     command = [interpreter(), "-m", "r3.export", str(folder), "--adapter"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = program(*command)
     assert done.returncode == 0, done.stderr
     adapter = load_file(folder / "adapter/step_000003/adapter_model.safetensors")
     facts = json.loads((folder / "adapter/step_000003/adapter_config.json").read_text())
@@ -80,9 +79,7 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
     # Another base is refused: base plus product would be a model that nobody trained.
     name = next(iter(base))
     save_file(base | {name: base[name] + 1}, model / "model.safetensors", metadata={"format": "pt"})
-    done = subprocess.run(
-        [*command, "--to", str(tmp_path / "to")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = program(*command, "--to", tmp_path / "to")
     assert done.returncode == 2 and "weights changed since the run" in done.stderr, done.stderr
 
 

@@ -14,15 +14,14 @@ from safetensors.numpy import load_file, save_file
 from r3.run import RunDir
 from tests.browser import Browser, chromium, why_absent
 from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
-from tests.world import ROOT
+from tests.runs import program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "r3.report", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return program(sys.executable, "-m", "r3.report", *words)
 
 
 def save_scores(run: Path) -> None:

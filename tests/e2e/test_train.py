@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
 from r3.tools import read_rollouts
-from tests.runs import kill, rows_of, run, start, timeless, words
+from tests.runs import kill, program, rows_of, run, start, timeless, words
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -156,9 +155,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: 
     shutil.copytree(straight, lost, symlinks=True)
     (lost / "run.json").unlink()
     for run_dir, step, to in ((straight, 6, tmp_path / "six"), (lost, 4, tmp_path / "four")):
-        words = [interpreter(), "-m", "r3.export", str(run_dir), "--to", str(to)]
-        words += ["--step", str(step)]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = program(interpreter(), "-m", "r3.export", run_dir, "--to", to, "--step", step)
         assert done.returncode == 0, done.stderr
         assert ("were not compared" in done.stdout) == (run_dir == lost)
     own, same, earlier = (
@@ -280,24 +277,9 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
         for i in range(20)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [
-        ROOT / "launch" / "local.sh",
-        "tiny-smoke",
-        "--data.path",
-        "rows.jsonl",
-        "--eval.path",
-        "",
-    ]
-    environment = os.environ | {"PYTHON": interpreter(), "NPROC": "2"}
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = (ROOT / "launch/local.sh", "tiny-smoke", "--data.path", "rows.jsonl")
+    environment = {"PYTHON": interpreter(), "NPROC": "2"}
+    done = program(*command, "--eval.path", "", cwd=tmp_path, env=environment)
     assert done.returncode == 2
     loading, tokenizers, reading = done.stdout.splitlines()
     assert loading.startswith("importing torch") and reading.startswith("reading model facts")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu_steps import CPU_RUN
+from tests.runs import program
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
-from tests.world import QUIET_THREADS, ROOT
+from tests.world import QUIET_THREADS
 
 pytestmark = pytest.mark.e2e
 
@@ -27,14 +27,8 @@ print("passed")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [interpreter("tests.without_engine:preload"), "-m", "tests.without_engine", *words],
-        cwd=ROOT,
-        env=os.environ | QUIET_THREADS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = (interpreter("tests.without_engine:preload"), "-m", "tests.without_engine", *words)
+    return program(*command, env=QUIET_THREADS, together=True)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """The Triton kernels, run by Triton's interpreter, equal plain torch."""
 
 import json
-import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runs import program
 from tests.world import ROOT
 
 pytestmark = [
@@ -30,14 +29,8 @@ def measured() -> dict[str, list[dict[str, Any]]]:
 def run(*words: str, **variables: str) -> str:
     """What `kernel_cases` prints."""
     assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make test installs it there"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernel_cases", *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{TRITON}:{ROOT}"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command = (sys.executable, "-m", "tests.unit.kernel_cases", *words)
+    done = program(*command, env={"PYTHONPATH": f"{TRITON}:{ROOT}", **variables}, timeout_s=400)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -233,13 +233,8 @@ def test_ranks_of_a_gpu_machine_share_its_cores(
             '*) echo "$* on $OMP_NUM_THREADS";; esac',
         },
     )
-    done = subprocess.run(
-        [ROOT / "launch/local.sh", "tiny"],
-        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3"), "OMP_NUM_THREADS": own},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    own_words = {"PATH": path, "PYTHON": str(tmp_path / "r3"), "OMP_NUM_THREADS": own}
+    done = program(ROOT / "launch/local.sh", "tiny", env=own_words)
     (ranks,) = done.stdout.splitlines()
     # Checked first, and not forked: CUDA does not survive that.
     assert "/launch/ranks.py --check --standalone --nproc_per_node 4 " in ranks

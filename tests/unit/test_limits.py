@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from r3.runtime import host_gib, host_processors, openmp_threads
-from tests.world import ROOT
+from tests.runs import program
 
 _MIB = 2**20
 _UNLIMITED = "9223372036854771712"  # memory.limit_in_bytes of version 1
@@ -102,13 +101,7 @@ def test_limits_with_which_no_run_starts_are_refused_by_name(
     """Else a run ends after its first step, or in SIGABRT, without the name of the limit."""
     words = ["tiny-smoke", "--parallel.ep", "1", "--log.dir", str(tmp_path / "run")]
     code = "import sys; from r3.cli.parse import parse; parse(sys.argv[1:]); print('parsed')"
-    done = subprocess.run(
-        ["bash", "-c", f'{limit}; exec "$@"', "bash", sys.executable, "-c", code, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    shell = ("bash", "-c", f'{limit}; exec "$@"', "bash")
+    done = program(*shell, sys.executable, "-c", code, *words)
     assert (done.returncode, done.stdout) == ((2, "") if said else (0, "parsed\n")), done.stderr
     assert re.search(said, done.stderr)

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from contextlib import closing as closing_task
@@ -29,9 +28,9 @@ from r3.runtime import importing
 from r3.runtime.device import writable_caches
 from r3.tools.beside.result import closing, result
 from tests.errors import Patch
+from tests.runs import program
 from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config
-from tests.world import ROOT
 
 
 @pytest.fixture
@@ -310,11 +309,9 @@ def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> 
 
 @pytest.mark.large
 def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
-    program = "import sys, r3.run.prepare; print(sorted({'megatron', 'vllm'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    text = "import sys, r3.run.prepare; print(sorted({'megatron', 'vllm'} & set(sys.modules)))"
+    done = program(sys.executable, "-c", text)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
 def test_importing_hides_modules_that_are_not_imported_yet() -> None:

@@ -1,6 +1,5 @@
 """What `r3.watch` shows of a run, from its files."""
 
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from r3.config import from_yaml, to_yaml, with_values
 from r3.run import RunDir, write_json
 from tests.errors import Capsys
 from tests.run_folder import write_run
+from tests.runs import program
 
 LOW = "\u2581"
 
@@ -34,14 +34,10 @@ def test_a_console_of_ascii_shows_the_run(tmp_path: Path) -> None:
     """Curves and models' texts become escapes; the command does not fail on them."""
     run = write_run(tmp_path / "run", steps=1, text="3 + 4 = 7 日本 é")
     for module, words in (("watch", ["--once"]), ("show", ["--best", "1", "--worst", "0"])):
-        said = subprocess.run(
-            [sys.executable, "-m", f"r3.{module}", str(run), *words],
-            env={**os.environ, "PYTHONIOENCODING": "ascii"},
-            capture_output=True,
-            timeout=120,
-        )
+        command = (sys.executable, "-m", f"r3.{module}", run, *words)
+        said = program(*command, env={"PYTHONIOENCODING": "ascii"})
         assert said.returncode == 0, said.stderr
-        assert (rb"\u2581" if module == "watch" else rb"\u65e5\u672c \xe9") in said.stdout
+        assert (r"\u2581" if module == "watch" else r"\u65e5\u672c \xe9") in said.stdout
 
 
 def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
