@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from r3.envs import evaluate
-from tests.e2e import refill_cases, talk_cases, trouble_cases
+from tests.e2e import refill_cases, talk_cases
 from tests.runs import rows_of, run, words
 from tests.tiny import base_model
 from tests.world import run_world
@@ -171,37 +171,6 @@ def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Pa
         assert second.kinds[kind].rollouts == []
         assert len(first.kinds[kind].rollouts) == 4
         agrees_with_transformers(first.kinds[kind])
-
-
-def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
-    (found,) = run_world(trouble_cases.trouble, 1, folder=str(tmp_path), limit_s=8.0)
-    crash, hang, rounds = found.crash, found.hang, found.rounds
-    calm, dropped = rounds["calm"], rounds["drop"]
-    assert len(calm.tokens) == 64 and set(calm.rewards.values()) == {1.0}
-
-    assert calm.tokens.keys() - dropped.tokens.keys() == {crash, hang}
-    assert all(dropped.tokens[who] == calm.tokens[who] for who in dropped.tokens)
-    assert set(dropped.rewards.values()) == {1.0}
-    facts = dropped.metrics
-    assert (facts["env/crashes"], facts["env/timeouts"], facts["env/retries"]) == (2, 2, 2)
-    assert (facts["env/dropped"], facts["env/zeroed"], facts["env/errors"]) == (2, 0, 0)
-
-    for name, failed in (("zero", {crash, hang}), ("kept", {crash})):
-        made = rounds[name]
-        assert len(made.tokens) == 64
-        assert {who for who, reward in made.rewards.items() if reward == 0.0} == failed
-        assert {who for who, why in made.finish_reasons.items() if why == "error"} == failed
-        assert (made.metrics["env/dropped"], made.metrics["env/zeroed"]) == (0, len(failed))
-        others = calm.tokens.keys() - failed
-        assert all(made.tokens[who] == calm.tokens[who] for who in others)
-    # The slow tool waits until 15 conversations are over: an engine that waited for it would hang.
-    order = rounds["zero"].order
-    assert order.index(found.slow) >= 15 and len(order) == 62
-
-    for opened, closed in (*(each.ends for each in rounds.values()), found.stop_ends):
-        assert opened and opened == closed, "every environment is closed exactly once"
-    assert len(calm.ends[0]) == 64
-    assert "env.on_error" in found.stop and "rollout word_problems_train.jsonl[" in found.stop
 
 
 def test_dynamic_sampling_is_the_same_on_any_layout() -> None:

@@ -1,15 +1,19 @@
-"""Every environment is closed once, however its conversation ends."""
+"""Every environment is closed once, however its conversation ends, and loses no other."""
 
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from r3.config import EnvConfig
 from r3.envs import Environments
+from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult
 from r3.user_code import Done
 from tests.environments import collect, prompt, said
+from tests.rounds import numbered, play_round
+from tests.talkers import values
 
 CLOSING = """
 import asyncio, os, time, uuid
@@ -179,3 +183,98 @@ def test_what_a_reset_in_flight_acquires_is_released_at_the_end(
     closing.environments.close()
     assert closing.names("released") == closing.names("acquired") == closing.names("opened")
     assert len(closing.names("closed")) == 1
+
+
+TROUBLE = '''
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+class Trouble:
+    """Two turns; a row ends its process, one never returns, one waits for 15 others."""
+    def __init__(self, crash=-1, hang=-1, slow=-1):
+        self.trouble = {crash: self.crash, hang: self.hang, slow: self.wait}
+    def reset(self, prompt):
+        self.number, self.turns = int(prompt.answer), 0
+        self.log("opened")
+        return prompt.messages
+    def close(self):
+        self.log("closed")
+    def log(self, word):
+        with open(HERE / word, "a") as file:
+            file.write(f"{self.number}\\n")
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 2:
+            self.log("ended")
+            return [], 1.0, True
+        self.trouble.get(self.number, int)()
+        return [{"role": "user", "content": "go on"}], None, False
+    def crash(self):
+        os._exit(9)
+    def hang(self):
+        time.sleep(600)
+    def wait(self):
+        while len((HERE / "ended").read_text().split()) < 15:
+            time.sleep(0.05)
+'''
+CRASH, HANG, SLOW = 5, 9, 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "lost", "failed"),
+    [
+        ({"on_error": "drop", "retries": 1}, (CRASH, HANG, SLOW), {CRASH, HANG}, set()),
+        ({"on_error": "zero"}, (CRASH, HANG, SLOW), set(), {CRASH, HANG}),
+        ({"on_error": "drop", "keep_failed": True}, (CRASH, -1, -1), set(), {CRASH}),
+        ({"on_error": "stop"}, (-1, HANG, -1), None, None),
+    ],
+    ids=["drop", "zero", "evaluation", "stop"],
+)
+def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(
+    settings: dict[str, Any],
+    rows: tuple[int, ...],
+    lost: set[int] | None,
+    failed: set[int],
+    tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "trouble.py").write_text(TROUBLE)
+    (tmp_path / "ended").touch()
+    own = {**settings}
+    is_kept = own.pop("keep_failed", False)
+    args = tuple(f"{name}={row}" for name, row in zip(("crash", "hang", "slow"), rows, strict=True))
+    env = EnvConfig(
+        path=f"{tmp_path}/trouble.py:Trouble", args=args, workers=3, timeout_s=5.0, **own
+    )
+
+    def play() -> RoundResult:
+        setup = ConversationSetup.of(env, tokenizer, "tiny")
+        prompts = {number: numbered(number) for number in range(64)}
+        return play_round(setup, tokenizer, prompts, keep_failed=is_kept)[0]
+
+    def logged(word: str) -> list[int]:
+        return list(map(int, (tmp_path / word).read_text().split()))
+
+    if lost is None:
+        with pytest.raises(EnvironmentFailed, match=r"rollout rows:9/0 (.|\n)*env\.on_error"):
+            play()
+    else:
+        made = play()
+        rewards = {each.rollout.group: each.reward for each in made.samples}
+        kept = set(range(64)) - lost
+        assert rewards == {number: float(number not in failed) for number in kept}
+        errors = {each.group for each in made.rollouts if each.finish_reason == "error"}
+        assert errors == failed
+        names = ("crashes", "timeouts", "retries", "errors", "dropped", "zeroed")
+        found = values(made.metrics)
+        times = 1 + settings.get("retries", 0)
+        hangs = times * (HANG in rows)
+        expected = (times, hangs, 2 * (times - 1), 0, len(lost), len(failed))
+        assert tuple(found[f"env/{name}"] for name in names) == expected
+        # The slow tool waits until 15 conversations are over: who waited for it would hang.
+        order = logged("ended")
+        assert len(order) == 64 - len(lost | failed)
+        assert SLOW not in rows or order.index(SLOW) >= 15
+    assert logged("opened") and sorted(logged("opened")) == sorted(logged("closed"))
