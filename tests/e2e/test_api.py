@@ -13,7 +13,6 @@ import pytest
 
 from tests.runs import QUIET_THREADS, program, rows_of
 from tests.warm import interpreter
-from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large]
 
@@ -147,15 +146,3 @@ def test_ranks_end_with_the_program_that_called(tmp_path: Path) -> None:
     program.wait()
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not alive, [each.cmdline() for each in alive]
-
-
-def test_a_run_from_a_yaml_file_goes_on_with_from(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("base: my_presets.py:small\ntrain: {lr: 3e-4}\n")
-    said = said_by(tmp_path, ROOT / "train.py", "mine.yaml")
-    assert "settings   mine.yaml, from my_presets.py:small with 1 difference" in said
-    assert "train.lr = 0.0003 (my_presets.py:small: 0.0005)" in said
-    assert rows_of(tmp_path / "runs" / "mine")[-1]["optim/lr"] == 3e-4
-
-    said = said_by(tmp_path, ROOT / "train.py", "--from", "runs/mine", "--train.steps", "2")
-    assert "resuming from runs/mine/checkpoints/step_000001 after step 1" in said
-    assert [row["step"] for row in rows_of(tmp_path / "runs" / "mine")] == [1, 2]

@@ -93,7 +93,8 @@ def test_own_rows_rewards_and_settings(desk: Desk) -> None:
         ),
         generate_py=GENERATE,
     )
-    desk.type("../clone/launch/local.sh settings/mine.yaml")
+    said = desk.type("../clone/launch/local.sh settings/mine.yaml")
+    assert "settings   settings/mine.yaml, from tiny with" in said
     (row,) = rows_of(desk.folder / "runs" / "mine")
     assert row["step"] == 1 and "reward/format_bonus/mean" in row
     evaluation = "--eval.only --eval.path rows.jsonl"

@@ -139,13 +139,6 @@ def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, SimpleN
         assert overlap >= 1, f"{name}: {overlap} of 32, in a round of {seconds:.1f} s"
 
 
-def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, SimpleNamespace]) -> None:
-    slow = rounds["slow"]
-    for name, response in slow.responses.items():
-        assert slow.parts[name]["slow"] == len(response)
-        assert slow.rewards[name] == 0.5 * len(response) + slow.parts[name]["exact"]
-
-
 def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, SimpleNamespace]) -> None:
     model = rounds["model"]
     worst = max(abs(model.rewards[name] - model.single[name]) for name in model.rewards)

@@ -546,6 +546,19 @@ def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: Patch) -> 
     assert server.seen[0][1]["model"] == "grader" and server.seen[0][1]["temperature"] == 0.0
 
 
+def test_a_key_that_the_server_repeats_is_masked(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("GRADER_KEY", "sk-secret")
+    refusal = 401, "wrong key: Bearer sk-secret", {}
+    with (
+        served(lambda number, body: refusal, api_key_env="GRADER_KEY") as (scorer, server),
+        pytest.raises(RewardError) as error,
+    ):
+        scorer(rollout("1"), PROMPT)
+    assert server.seen[0][2].endswith("Bearer sk-secret")
+    assert "answered 401: wrong key: Bearer [hidden]" in str(error.value)
+    assert "secret" not in str(error.value)
+
+
 def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
     faults = [(429, "slow down", {"Retry-After": "1"}), (503, "busy", {}), (500, "oops", {})]
 
