@@ -21,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -40,7 +40,7 @@ from r3 import assets
 from r3.run.folder import RunDir, read_jsonl, read_metrics
 from r3.tools.dumps import read_rollouts
 from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
-from tests.ranks.dose_cases import DOSES, Dose, dose_response
+from tests.ranks.dose_cases import DOSES, dose_response
 from tests.world import run_world
 
 # policy, engine
@@ -132,8 +132,7 @@ def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
             **sizes,
         )
         return [
-            {name: value for name, value in asdict(row).items() if value is not None}
-            for row in made
+            {name: value for name, value in vars(row).items() if value is not None} for row in made
         ]
 
     return {
@@ -143,8 +142,8 @@ def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
     }
 
 
-def _row(dose: Dose) -> Row:
-    rest = asdict(dose)
+def _row(dose: SimpleNamespace) -> Row:
+    rest = dict(vars(dose))
     return rest.pop("figures") | rest
 
 

@@ -46,7 +46,7 @@ def main() -> None:
                     router_logits=router_logits,
                     **SIZES,
                 )
-                per_batch = made["rows"]
+                per_batch = [vars(row) for row in made]
                 rows.append(
                     {
                         "model": name,

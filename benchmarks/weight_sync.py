@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -230,7 +230,7 @@ def row(name: str, ranks: int, turns: list[Turns]) -> dict[str, Any]:
         "ratio": round(ratio, 3),
         "bar": BAR,
         "reached": ratio >= BAR,
-        "rounds": [asdict(each) for each in turns],
+        "rounds": [vars(each) for each in turns],
     }
 
 
