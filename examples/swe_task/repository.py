@@ -16,12 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 10
+PYTHON = os.path.abspath(sys.executable)
+LIMIT_S = 10  # for a command
+TESTS_S = 120  # for all tests; on a busy machine 10 s of computing may take as long
 LONGEST = 400  # characters of output that the model sees
-ISOLATED = "unshare --map-root-user --net --pid --fork --kill-child --mount-proc".split()
+NAMESPACES = ["--map-root-user", "--net", "--pid", "--mount-proc"]
+ISOLATED = ["unshare", *NAMESPACES, "--fork", "--kill-child"]
 # Ends the process group of a command, daemons excepted.
-LIMITED = ["timeout", "--signal=KILL", str(LIMIT_S)]
-LIMITS = "ulimit -c 0 -f 2000 -v 4000000"  # no core dumps; 2 MB per file, 4 GB of memory
+LIMITED = ["timeout", "--signal=KILL", str(TESTS_S)]
+LIMITS = "ulimit -c 0 -f 2000 -t 10 -v 4000000"  # 2 MB per file, 10 s of computing, 4 GB
+GROUPS = "tests", "hidden"
 IDENTITY = ["-c", "user.name=rows", "-c", "user.email=rows@localhost"]
 # The tests import the repository, so their process may be stopped by it: only a report counts.
 RUN_TESTS = """
@@ -70,7 +74,7 @@ class Repository:
 
     def run(self, command: str) -> tuple[str, int]:
         """Run a command; return what the model sees of its output, and its exit code."""
-        code, text = self._run(["bash", "-c", command], self.path)
+        code, text = self._run(["bash", "-c", command], self.path, LIMIT_S)
         left_out = len(text) - LONGEST
         if left_out > 0:
             half = LONGEST // 2
@@ -91,22 +95,24 @@ class Repository:
     def score(self, edits: str) -> tuple[float, dict[str, int]]:
         """Apply edits to a fresh copy and run all tests; return the reward and metrics."""
         if not edits:
-            return 0.0, {"swe_valid": 0, "swe_solved": 0}
+            return 0.0, {"swe_valid": 0, "swe_solved": 0, "swe_late": 0}
         fresh = Path(tempfile.mkdtemp(dir=self._folder)) / "fresh"
         shutil.copytree(self._original, fresh)
         self._git(fresh, "apply", "--whitespace=nowarn", "-", text=edits)
         self._write(fresh, self._row["tests"] | self._row["hidden"])
-        groups = [[name.removesuffix(".py") for name in self._row[key]] for key in ("tests", "hidden")]
-        _, report = self._run([sys.executable, "-I", "-c", RUN_TESTS, *sum(groups, [])], fresh)
+        groups = [[name.removesuffix(".py") for name in self._row[key]] for key in GROUPS]
+        names = [name for group in groups for name in group]
+        code, report = self._run([PYTHON, "-I", "-c", RUN_TESTS, *names], fresh, TESTS_S)
         try:
             good = json.loads(report)
         except ValueError:
             good = {}
-        visible, hidden = (all(good.get(name) is True for name in names) for names in groups)
+        visible, hidden = (all(good.get(name) is True for name in group) for group in groups)
         solved = visible and hidden
-        return (1.0 if solved else 0.1 * visible), {"swe_valid": visible, "swe_solved": solved}
+        metrics = {"swe_valid": visible, "swe_solved": solved, "swe_late": code is None}
+        return (1.0 if solved else 0.1 * visible), metrics
 
-    def _run(self, words: list[str], folder: Path) -> tuple[int | None, str]:
+    def _run(self, words: list[str], folder: Path, limit_s: int) -> tuple[int | None, str]:
         """Run a program; its output goes to a file, whose size has a limit."""
         shell = ["bash", "-c", f'{LIMITS}; exec "$@"', "bash", *words]
         with (self._folder / "output").open("w+b") as output:
@@ -120,7 +126,7 @@ class Repository:
                 stderr=subprocess.STDOUT if folder == self.path else subprocess.DEVNULL,
             )
             try:
-                code = process.wait(timeout=LIMIT_S)
+                code = process.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -138,7 +144,9 @@ class Repository:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def _git(self, folder: Path, *words: str, text: str = "", env: dict[str, str] | None = None) -> str:
+    def _git(
+        self, folder: Path, *words: str, text: str = "", env: dict[str, str] | None = None
+    ) -> str:
         done = subprocess.run(
             ["git", "-c", f"core.excludesFile={self._folder / 'excluded'}", *words],
             cwd=folder,

@@ -158,6 +158,49 @@ def verifiers(runs: Path, output: str) -> None:
     assert rewards == sorted(float(kept) for kept, _ in again)
 
 
+def swe_task(runs: Path, output: str) -> None:
+    for row in rows_of(runs / "swe-task"):
+        assert row["env/calls"] == 16 and row["env/errors"] == 0 and row["routing/coverage"] == 1
+        assert row["routing/rows_captured"] == row["routing/rows_replayed"]
+        assert row["env/sequences_mean"] == 1 and row["env/swe_late"] == 0
+    rows = [json.loads(line) for line in (runs / "swe-rows.jsonl").read_text().splitlines()]
+    episodes = [
+        json.loads(line)
+        for file in (runs / "swe-task" / "agents").glob("edits_*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert len(episodes) == 32 and len({each["reward"] for each in episodes}) > 1
+    for index, episode in enumerate(episodes):
+        row = rows[int(episode["id"].rpartition(":")[2]) - 1]  # ids count lines
+        assert episode["reward"] == tested_again(runs / f"again-{index}", row, episode["edits"])
+    rewards = [
+        json.loads(line)["reward"]
+        for file in (runs / "swe-task" / "rollouts").glob("step_*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert sorted(rewards) == sorted(each["reward"] for each in episodes)
+
+
+def tested_again(folder: Path, row: dict[str, Any], edits: str) -> float:
+    """The reward by `git apply` and plain unittest, without the example's code."""
+    if not edits:
+        return 0.0
+    folder.mkdir()
+    for name, text in (row["files"] | row["tests"] | row["hidden"]).items():
+        (folder / name).write_text(text)
+    subprocess.run(["git", "apply", "-"], cwd=folder, input=edits, text=True, check=True)
+    failed = [
+        subprocess.run(
+            [sys.executable, "-m", "unittest", "-q", name[: -len(".py")]],
+            cwd=folder,
+            capture_output=True,
+            check=False,
+        ).returncode
+        for name in (*row["tests"], *row["hidden"])
+    ]
+    return 0.0 if failed[0] else 0.1 if failed[1] else 1.0
+
+
 def evaluate(runs: Path, output: str) -> None:
     assert "step_000001 greedy: accuracy" in output
     assert "sampled: accuracy" in output and "pass@4" in output
@@ -196,7 +239,16 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
         *(own_reward, own_loss, own_data, own_environment, own_workflow),
-        *(external_agent, verifiers, llm_judge, evaluate, compare_runs, sweep, real_model),
+        *(
+            external_agent,
+            verifiers,
+            swe_task,
+            llm_judge,
+            evaluate,
+            compare_runs,
+            sweep,
+            real_model,
+        ),
     )
 }
 
