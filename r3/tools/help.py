@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from importlib import resources
 from typing import Any, get_args, get_origin, get_type_hints
 
 from r3.config import SETTINGS, Config, flatten, help_of, shown
 from r3.configs import PRESETS
 from r3.models.families import FAMILIES, PROOFS
 
-USAGE = """\
-usage: train.py BASE [--section.field value ...]   start or resume a run
-       train.py --from RUN_DIR [--section.field value ...]
-                                                   resume that run, or vary it
-       train.py BASE --dry-run [--world-size N]    print differences, layout,
-                                                   batch, memory; run nothing
-       train.py BASE --dry-run --device-gib 80     does it fit such GPUs
-       train.py BASE --plan-for 8x80               settings that fit 8 such GPUs
-       train.py BASE --check [--world-size N]      check settings, data, reward;
-                    [--device-gib 80] [--host-gib 512]  and whether it can fit
-       train.py BASE --help [SECTION ...]          settings that presets use, or
-                                                   all of sections
-       train.py BASE --help all                    every setting
-       train.py --help columns                     what its columns mean
-       train.py --models                           model families, and what is
-                                                   tested for each
-"""
+
+def _text(name: str) -> str:
+    return resources.files("r3.tools").joinpath(name).read_text(encoding="utf-8")
+
+
 _ABOUT = (
     "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
     "Start several ranks with torchrun --nproc_per_node N, or with launch/local.sh.",
@@ -37,34 +27,8 @@ SECTIONS = tuple(each.name for each in fields(Config))
 TOPICS = (*SECTIONS, "all", "columns")
 """Words that --help takes."""
 COLUMNS_MEAN = {
-    "reward": "mean reward of the step's samples",
-    "eval": (
-        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
-        "an evaluation (eval.every)"
-    ),
-    "k3": (
-        "mismatch between policy and engine with replayed routes (KL divergence per token): 1e-3 "
-        "or less in bfloat16, 1e-10 or less in float32"
-    ),
-    "k3 live": (
-        "the same tokens, each side with its own routes: what the mismatch is without replay"
-    ),
-    "nll": "supervised loss per token",
-    "tokens": "sampled tokens per response",
-    "trunc": "share of responses that were cut at rollout.max_response_tokens; shown above 0",
-    "flat": "share of groups without signal, such as equal rewards: no gradient; shown above 0",
-    "entropy": "entropy of the policy per token, in nats",
-    "clip": "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
-    "kl": "KL divergence to the reference policy",
-    "kl T": "KL divergence to the teacher",
-    "grad": "gradient norm before clipping (train.clip_grad)",
-    "agree": "share of tokens and layers where the policy would have chosen the engine's experts",
-    "tok/s": "tokens per second over the step",
-    "s/step": "seconds of the step",
-    "gen": "seconds of sampling",
-    "train": "seconds of the updates",
-    "sync": "seconds of the weight sync",
-    "left": "time to the end of the run, by the last steps",
+    title: " ".join(meaning.split())
+    for title, meaning in re.findall(r"^(\S.*)\n((?: .*\n)+)", _text("columns.txt"), re.M)
 }
 """What the columns of the console mean."""
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
@@ -77,7 +41,7 @@ def overview() -> str:
     sections = {each.name: hints[each.name].__doc__ or "" for each in fields(Config)}
     about = [textwrap.fill(text, width()) for text in _ABOUT]
     presets_and_sections = ["presets", *_list(presets), "", "sections", *_list(sections)]
-    return "\n".join([USAGE, *about, "", *presets_and_sections])
+    return "\n".join([_text("usage.txt"), *about, "", *presets_and_sections])
 
 
 def models() -> str:

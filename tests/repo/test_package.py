@@ -65,6 +65,8 @@ def test_the_wheel_has_presets_program_and_data_and_one_top_level_name(wheel: Pa
         "r3/assets/tiny-moe/model.safetensors",
         "r3/assets/data/word_problems_train.jsonl",
         "r3/metrics/glossary.txt",
+        "r3/tools/usage.txt",
+        "r3/tools/columns.txt",
         "r3/config/names_of_others.txt",
         "r3/tools/report/assets/report.html",
     } <= set(names)
