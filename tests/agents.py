@@ -30,6 +30,7 @@ class Played:
                 async with serve(model) as access:
                     options = {"base_url": access.base_url, "api_key": access.api_key}
                     async with openai.AsyncOpenAI(**options, max_retries=0) as client:
+                        client.refused = model.refused
                         played.value = await agent(client)
                         return 1.0
 

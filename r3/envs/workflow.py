@@ -60,6 +60,7 @@ class Completion:
         prompt: ids of the tokens before them.
         routes: returns the experts of each token from an index on but the last, [rows, L, K]; None
             if they are not captured.
+        kept: the tokens that each token was drawn from; empty if that is the whole vocabulary.
     """
 
     text: str
@@ -68,6 +69,7 @@ class Completion:
     finish_reason: str
     prompt: tuple[int, ...]
     routes: Callable[[int], np.ndarray | None] = lambda start: None
+    kept: Sequence[np.ndarray] = ()
 
     @property
     def prompt_tokens(self) -> int:

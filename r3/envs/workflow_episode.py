@@ -235,6 +235,7 @@ class WorkflowEpisode(Episode):
             finish_reason=sampled.finish_reason,
             prompt=prompt,
             routes=partial(_routes, sequence.transcript, len(prompt) + len(sampled.tokens_T) - 1),
+            kept=sampled.kept,
         )
         return completion, parsed
 

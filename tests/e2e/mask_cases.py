@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,33 @@ from r3.types import Rollout, SamplingMask
 from tests.engines import World
 from tests.families import engine_sizes, family_checkpoint
 from tests.tiny import tiny_config
+
+AGENT = '''
+import hashlib, json, pathlib
+import httpx
+from r3.envs import serve
+
+class Tokens:
+    """Two turns of token ids, and a call that restricts nothing; writes what it got."""
+    async def run(self, task, model):
+        ids, kept = list(map(int, task.tokens_T)), [[] for _ in task.tokens_T]
+        async with serve(model) as access, httpx.AsyncClient(timeout=300) as client:
+            url = access.base_url.removesuffix("/v1") + "/inference/v1/generate"
+            async def ask(train, **how):
+                body = {"model": "policy", "token_ids": ids, "train": train}
+                body |= {"sampling_params": {"max_tokens": 9, **how}}
+                head = {"x-api-key": access.api_key}
+                reply = await client.post(url, json=body, headers=head)
+                return reply.raise_for_status().json()["choices"][0]
+            for turn in range(2):
+                choice = await ask(True)
+                ids += [*choice["token_ids"], 7, 8]
+                kept += [*choice["sampling_mask"], [], []]
+            assert (await ask(False, top_k=0, top_p=1.0))["sampling_mask"] is None
+        name = hashlib.md5(str(ids[:-2]).encode()).hexdigest()
+        pathlib.Path(__file__).with_name(f"{name}.json").write_text(json.dumps(kept[:-2]))
+        return 1.0
+'''
 
 
 def with_ties(folder: Path) -> Path:
@@ -97,3 +126,23 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
         ),
         preemptions=collected.metrics["engine/preemptions"].value if rollouts else 0.0,
     )
+
+
+Sets = list[list[int]]  # of each token, none of those that were not sampled
+
+
+def sent(device: Device, *, folder: str) -> list[tuple[Sets, Sets]]:
+    """The kept tokens of each rollout: what its client got, and what it is trained with."""
+    (file := Path(folder) / "agent.py").write_text(AGENT)
+    rollout = {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 24}
+    rollout |= {"top_p": 0.9, "top_k": 20}
+    world = World(device, tiny_config(env={"path": f"{file}:Tokens"}, rollout=rollout))
+    world.sync(0)
+    found = []
+    for each in world.collect(0).rollouts:
+        mask, tokens = each.sampling_mask, str(each.tokens_T.tolist())
+        assert mask is not None
+        own = [ids.tolist() for ids in np.split(mask.token_ids, np.cumsum(mask.counts_T)[:-1])]
+        name = hashlib.md5(tokens.encode()).hexdigest()
+        found.append((json.loads(file.with_name(f"{name}.json").read_text()), own))
+    return found

@@ -86,3 +86,11 @@ def test_tokens_as_likely_as_the_last_one_are_kept(tmp_path: Any) -> None:
     (each,) = found(model=str(cases.with_ties(tmp_path / "ties")), top_k=5, rollout={"top_p": 1.0})
     assert each.most == 6 == each.mean
     assert each.k3 <= ROUNDING
+
+
+def test_a_client_of_tokens_gets_the_masks_that_are_trained_on(tmp_path: Path) -> None:
+    (found,) = run_world(cases.sent, 1, folder=str(tmp_path))
+    assert len(found) == 8
+    for got, trained in found:
+        assert got == trained and 5 < sum(map(bool, got)) < len(got)
+        assert max(map(len, got)) <= 20

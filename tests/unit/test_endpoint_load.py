@@ -4,7 +4,9 @@ request gets a reply or an error of its API, and each episode a reward or a name
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tests.agents import ASK, Played, chat, play
 from tests.errors import Capsys
 from tests.rounds import numbered, play_round
 from tests.talkers import values
+
+anthropic = pytest.importorskip("anthropic")
 
 USER = [{"role": "user", "content": "a"}]
 WHOLE: dict[str, dict[str, Any]] = {
@@ -181,3 +185,92 @@ def test_aborted_requests_end_and_others_go_on(names: Any) -> None:
     assert played.value == ({"aborted": count}, codes)
     assert played.texts == ["hello<|im_end|>"] * (3 - count)
     assert played.metrics["env/refused_aborted"] == count
+
+
+STREAMS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+SIGN = {each: ": waiting for the engine\n\n" for each in STREAMS}
+SIGN["/v1/messages"] = 'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+async def streamed(client: Any, path: str, seen: Callable[[str], object] = str) -> str:
+    """What a streamed request gets; `seen` is called with all that came so far."""
+    url, head = str(client.base_url).removesuffix("/v1/"), {"x-api-key": client.api_key}
+    body, text = {"model": "policy", "stream": True, **WHOLE[path]}, ""
+    async with client._client.stream("POST", url + path, json=body, headers=head) as reply:
+        async for part in reply.aiter_text():
+            text += part
+            if seen(text) is False:
+                break
+    return text
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_waits_for_the_engine_shows_signs_of_life(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them clients and proxies give up. The engine waits until three have come."""
+    monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
+    over = threading.Event()
+
+    async def agent(client: Any) -> Any:
+        text = await streamed(
+            client, path, lambda said: over.set() if said.count(SIGN[path]) > 2 else None
+        )
+        monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 60.0)
+        return text, await streamed(client, path)
+
+    played = Played(agent, lambda asked: str(over.wait(60) and "hello"))
+    slow, quick = played.value
+    assert slow.startswith(SIGN[path] * 3) and SIGN[path] not in quick and "hello" in quick
+    same, told = ([line.partition("{")[0] for line in text.replace(SIGN[path], "").split("\n")]
+                  for text in (slow, quick))  # fmt: skip
+    assert same == told and len(told) > 4, "the events of both have other times only"
+    assert set(played.texts) == {"hello<|im_end|>"} and len(played.turns) == 2
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_is_aborted_late_ends_with_an_error(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
+    over, tasks = threading.Event(), []
+
+    async def agent(client: Any) -> Any:
+        def aborts(said: str) -> None:
+            if said == SIGN[path]:
+                url = str(client.base_url).removesuffix("/v1/") + "/abort_requests"
+                tasks.append(asyncio.create_task(client.post(url, body={}, cast_to=object)))
+
+        text = await streamed(client, path, aborts)
+        await streamed(client, path, lambda said: False)  # it hangs up
+        while not client.refused["hung_up"]:
+            await asyncio.sleep(0.01)
+        over.set()
+        await chat(client, ASK)
+        return text
+
+    played = Played(agent, lambda asked: str(over.wait(60) and "hello"))
+    last = played.value.replace(SIGN[path], "").removesuffix("data: [DONE]\n\n")
+    event, _, data = last.partition("data: ")
+    assert event == ("event: error\n" if path in ("/v1/messages", "/v1/responses") else "")
+    assert has_shape(path, json.loads(data)) and "the request was aborted" in data
+    assert played.texts == ["hello<|im_end|>"] and not caplog.records
+    assert played.metrics["env/refused_aborted"] == played.metrics["env/refused_hung_up"] == 1
+
+
+def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
+
+    async def agent(client: Any) -> Any:
+        parts = [part async for part in await chat(client, stream=True)]
+        given: Any = {"model": "policy", "input": "a", "stream": True}
+        events = [each async for each in await client.responses.create(**given)]
+        options = {"base_url": str(client.base_url).removesuffix("/v1/")}
+        async with anthropic.AsyncAnthropic(**options, auth_token=client.api_key) as claude:
+            given = {"model": "policy", "messages": USER, "max_tokens": 9}
+            async with claude.messages.stream(**given) as stream:
+                message = await stream.get_final_message()
+        return [parts[0].choices[0].delta.content, events[-1].response.output_text,
+                message.content[0].text]  # fmt: skip
+
+    assert Played(agent, lambda asked: str(time.sleep(0.5) or "hello")).value == ["hello"] * 3

@@ -112,7 +112,7 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
     return bodies("chat.completion.chunk", memory, choices, request, reply.completion)
 
 
-def completion_request(body: Mapping[str, Any]) -> Request:
+def completion_request(body: Mapping[str, Any], memory: Memory) -> Request:
     """Read the body of `/v1/completions`.
 
     Raises:

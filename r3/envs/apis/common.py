@@ -42,7 +42,8 @@ class Request:
     """A request, checked.
 
     Attributes:
-        arguments: keyword arguments of `Model.chat` or `Model.complete`.
+        body: what it is read from.
+        arguments: keyword arguments of `Model.chat`, or with `prompt` of `Model.complete`.
         unused: what it has and a call to be trained on cannot have, or the endpoint does not run.
         logprobs: whether the reply has log-probabilities.
         stream: whether the reply is a stream of events.
@@ -52,6 +53,7 @@ class Request:
         routes_from: first token whose routes a reply with token ids has.
     """
 
+    body: Mapping[str, Any]
     arguments: dict[str, Any]
     unused: tuple[str, ...] = ()
     logprobs: bool = False
@@ -158,6 +160,7 @@ def sampled_request(
     given = {name: value for name, value in given.items() if value is not None}
     options = typed(body, "stream_options", dict) or {}
     return Request(
+        body=body,
         arguments={
             "train": train,
             "stop": ends,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +37,9 @@ _T = TypeVar("_T")
 # A token of text has three or four characters, each at most six bytes of JSON.
 _BYTES_PER_TOKEN = 256
 _SMALLEST_LIMIT = 1 << 20
-_ANTHROPIC = "/v1/messages"
+_RESPONSES, _ANTHROPIC = "/v1/responses", "/v1/messages"
+_EVENTS = "text/event-stream"
+_SILENT_S = 15.0  # of a stream; proxies close one after 60 s, clients after some minutes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,28 +62,30 @@ class Access:
     running: dict[asyncio.Future[Any], str | None] = field(default_factory=dict)
 
 
-async def _chat(request: HttpRequest, access: Access) -> Response:
-    wanted = chat_request(await _body(request, access), access.memory)
-    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
-    return _reply(chat_reply(message, wanted, access.memory, access.model), wanted)
+Handler = Callable[["HttpRequest", Access], Awaitable["Response"]]
+_Read = Callable[[Mapping[str, Any], Memory], Request]
+_Write = Callable[[Any, Request, Memory, Model], list[Any]]
 
 
-async def _complete(request: HttpRequest, access: Access) -> Response:
-    wanted = completion_request(await _body(request, access))
-    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
-    return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
+def _sampler(read: _Read, write: _Write) -> Handler:
+    """What serves an API whose requests are calls of the model."""
 
+    async def handle(request: HttpRequest, access: Access) -> Response:
+        model, memory = access.model, access.memory
+        wanted = read(await _body(request, access), memory)
+        call = model.complete if "prompt" in wanted.arguments else model.chat
+        called = asyncio.ensure_future(_called(request, access, wanted, call(**wanted.arguments)))
+        if not wanted.stream:
+            return _json(write(await called, wanted, memory, model)[0])
+        await asyncio.wait({called}, timeout=_SILENT_S)
+        if not called.done():
+            return _waiting(request, called, lambda said: write(said, wanted, memory, model))
+        from starlette.responses import Response
 
-async def _generate(request: HttpRequest, access: Access) -> Response:
-    wanted = tokens_request(await _body(request, access))
-    completion = await _called(request, access, wanted, access.model.complete(**wanted.arguments))
-    return _reply(tokens_reply(completion, wanted, access.memory, access.model), wanted)
+        events = _events(write(await called, wanted, memory, model))
+        return Response(events, media_type=_EVENTS)
 
-
-async def _messages(request: HttpRequest, access: Access) -> Response:
-    wanted = messages_request(await _body(request, access), access.memory)
-    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
-    return _reply(messages_reply(message, wanted, access.memory), wanted)
+    return handle
 
 
 async def _count_tokens(request: HttpRequest, access: Access) -> Response:
@@ -91,13 +95,6 @@ async def _count_tokens(request: HttpRequest, access: Access) -> Response:
     except (ModelLimit, ValueError) as error:
         raise _refusal(error) from error
     return _json({"input_tokens": count})
-
-
-async def _responses(request: HttpRequest, access: Access) -> Response:
-    body = await _body(request, access)
-    wanted = responses_request(body, access.memory)
-    message = await _called(request, access, wanted, access.model.chat(**wanted.arguments))
-    return _reply(responses_reply(message, wanted, access.memory, body), wanted)
 
 
 async def _models(request: HttpRequest, access: Access) -> Response:
@@ -121,14 +118,13 @@ async def _abort(request: HttpRequest, access: Access) -> Response:
     return _json({"aborted": len(ended)})
 
 
-Handler = Callable[["HttpRequest", Access], Awaitable["Response"]]
 HANDLERS: list[tuple[str, str, Handler]] = [
-    ("POST", "/v1/chat/completions", _chat),
-    ("POST", "/v1/responses", _responses),
-    ("POST", "/v1/messages", _messages),
+    ("POST", "/v1/chat/completions", _sampler(chat_request, chat_reply)),
+    ("POST", _RESPONSES, _sampler(responses_request, responses_reply)),
+    ("POST", _ANTHROPIC, _sampler(messages_request, messages_reply)),
     ("POST", "/v1/messages/count_tokens", _count_tokens),
-    ("POST", "/v1/completions", _complete),
-    ("POST", "/inference/v1/generate", _generate),
+    ("POST", "/v1/completions", _sampler(completion_request, completion_reply)),
+    ("POST", "/inference/v1/generate", _sampler(tokens_request, tokens_reply)),
     ("POST", "/abort_requests", _abort),
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name}", _models),
@@ -165,8 +161,11 @@ async def answered(request: HttpRequest, access: Access | None, handle: Handler)
 
 def error_reply(request: HttpRequest, error: ApiError) -> Response:
     """The reply to a request that is refused, in the form of its API."""
-    is_anthropic = request.url.path.startswith(_ANTHROPIC)
-    return _json(error_body(error) if is_anthropic else error.body, error.status)
+    return _json(_error(request, error), error.status)
+
+
+def _error(request: HttpRequest, error: ApiError) -> dict[str, Any]:
+    return error_body(error) if request.url.path.startswith(_ANTHROPIC) else error.body
 
 
 async def not_served(request: HttpRequest, access: Access) -> Response:
@@ -277,19 +276,42 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(json.dumps(content), status, media_type="application/json")
 
 
-def _reply(parts: list[Any], wanted: Request) -> Response:
-    """One JSON body, or server-sent events: the whole message is sampled before the first one.
+def _waiting(
+    request: HttpRequest, called: asyncio.Future[_T], write: Callable[[_T], list[Any]]
+) -> Response:
+    """The stream of a call that takes long: signs of life, which clients skip, then its events.
 
-    Events with a type have it as their name, and say themselves which one is the last.
+    Its status is sent before there is a message, so an error is an event.
     """
-    from starlette.responses import Response
+    from starlette.responses import StreamingResponse
 
-    if not wanted.stream:
-        return _json(parts[0])
+    is_anthropic = request.url.path.startswith(_ANTHROPIC)
+    sign = _events([{"type": "ping"}]) if is_anthropic else ": waiting for the engine\n\n"
+    # If the client hangs up, nobody asks for its end any more.
+    called.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def live() -> AsyncIterator[str]:
+        while not called.done():
+            yield sign
+            await asyncio.wait({called}, timeout=_SILENT_S)
+        try:
+            yield _events(write(called.result()))
+        except ApiError as error:
+            named = {"type": "error"} if request.url.path == _RESPONSES else {}
+            yield _events([named | _error(request, error)])
+
+    return StreamingResponse(live(), media_type=_EVENTS)
+
+
+def _events(parts: list[Any]) -> str:
+    """Server-sent events.
+
+    Those with a type have it as their name, and say themselves which one is the last.
+    """
     named = [f"event: {part['type']}\n" if "type" in part else "" for part in parts]
     events = [
         f"{name}data: {json.dumps(part)}\n\n" for name, part in zip(named, parts, strict=True)
     ]
     if not any(named):
         events.append("data: [DONE]\n\n")
-    return Response("".join(events), media_type="text/event-stream")
+    return "".join(events)

@@ -20,7 +20,7 @@ from r3.envs.apis.common import (
     typed,
 )
 from r3.envs.apis.memory import Memory, conversation, shown
-from r3.envs.workflow import ModelMessage
+from r3.envs.workflow import Model, ModelMessage
 
 _TAKEN = {
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
@@ -172,7 +172,9 @@ def _reply(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**found, "tool_calls": calls or None}
 
 
-def messages_reply(message: ModelMessage, request: Request, memory: Memory) -> list[Any]:
+def messages_reply(
+    message: ModelMessage, request: Request, memory: Memory, model: Model
+) -> list[Any]:
     """The reply to a request: one body, or the events of a stream."""
     reply = shown(message, memory, request)
     blocks: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from r3.envs.apis.common import (
     typed,
 )
 from r3.envs.apis.memory import Memory, Reply, conversation, shown
-from r3.envs.workflow import ModelMessage
+from r3.envs.workflow import Model, ModelMessage
 
 _TAKEN = {
     *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream"),
@@ -143,10 +143,10 @@ def _part(item: Mapping[str, Any], kind: Any, reply: Mapping[str, Any]) -> dict[
 
 
 def responses_reply(
-    message: ModelMessage, request: Request, memory: Memory, body: Mapping[str, Any]
+    message: ModelMessage, request: Request, memory: Memory, model: Model
 ) -> list[Any]:
     """The reply to a request: one body, or the events of a stream."""
-    reply = shown(message, memory, request)
+    reply, body = shown(message, memory, request), request.body
     number, completion = memory.num_replies, reply.completion
     is_cut = reply.ending == "length"
     items = _items(reply, number)

@@ -45,7 +45,7 @@ _TAKEN = {
 }
 
 
-def tokens_request(body: Mapping[str, Any]) -> Request:
+def tokens_request(body: Mapping[str, Any], memory: Memory) -> Request:
     """Read the body of `/inference/v1/generate`, vLLM's request with token ids in and out.
 
     Raises:
@@ -82,7 +82,7 @@ def tokens_reply(
         "logprobs": logprobs_of(completion, model) if request.logprobs else None,
         "finish_reason": completion.finish_reason,
         "routed_experts": _routes_of(completion, request.routes_from),
-        "sampling_mask": None,
+        "sampling_mask": [ids.tolist() for ids in completion.kept] or None,
     }
     name = request.name or f"reply-{memory.num_replies}"
     ids = {"request_id": name, "prompt_token_ids": list(completion.prompt)}
