@@ -116,8 +116,8 @@ class Rollout:
         routed_experts: experts that processed positions 0 .. T-2 in the MoE layers, [T-1, L, K], in
             the smallest signed integer type; [T-1, 0, 0] for a dense model.
         finish_reason: "stop"; "length" (the last message was truncated, or there was no room for
-            another one). Conversations with an environment also have "turns" (env.max_turns) and
-            "error" (the environment failed).
+            another one). Conversations with an environment also have "turns" (env.max_turns),
+            "error" (the environment failed) and "aborted" (the last call was given up).
         policy_version: training steps behind the weights that sampled it; the oldest, if several.
         segments: ((first token, policy version), ...) if several versions sampled it in turn
             (partial rollouts). Tokens from the first token on are of that version, and so are the

@@ -3,10 +3,10 @@
     --env.command "python agent.py"          started for each episode
     --env.command "python agent.py:Agent"    a class: one process per rank runs all episodes
 
-A command of the first kind gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, finds the row in
-the JSON file R3_TASK_FILE, and writes its reward as JSON to R3_RESULT_FILE. The class has a method
-`run(self, task, model)`, see `resident.py`. A process leads a process group, which never outlives
-its episode, or the run, nor the rank, however that ends.
+A command of the first kind gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and Anthropic's
+variables likewise, finds the row in the JSON file R3_TASK_FILE, and writes its reward as JSON to
+R3_RESULT_FILE. The class has a method `run(self, task, model)`, see `resident.py`. A process leads
+a process group, which never outlives its episode, or the run, nor the rank, however that ends.
 """
 
 from __future__ import annotations
@@ -335,10 +335,13 @@ def _line_of(value: Any) -> str:
 
 
 def _environment(access: Access, folder: Path) -> dict[str, str]:
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+    models = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     return os.environ | {
+        **dict.fromkeys(models, MODEL),
+        **dict.fromkeys(keys, access.api_key),
         "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "R3_TASK_FILE": str(folder / "task.json"),
         "R3_RESULT_FILE": str(folder / "result.json"),
         **_unproxied(access),

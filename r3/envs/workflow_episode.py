@@ -78,7 +78,8 @@ class WorkflowEpisode(Episode):
             return self.fail(f"{failure.kind}: {failure.text}")
         result, limit = report.value
         if not self.num_calls and not self.rules.keep_failed:
-            why = f" ({limit})" if limit else ""
+            aborted = f"requests aborted: {count}" if (count := self.refused["aborted"]) else ""
+            why = f" ({limit or aborted})" if limit or aborted else ""
             return self.fail(
                 f"it made no call of the model with train=True: nothing to train on{why}"
             )
@@ -218,7 +219,7 @@ class WorkflowEpisode(Episode):
                 self.num_turns -= 1
                 # As it was: what the engine still samples is in no sequence. Unless it came just
                 # now: then the sequence holds a message that nobody got.
-                sequence.busy = False
+                sequence.busy, sequence.finish_reason = False, "aborted"
                 if not sequence.calls:
                     self.sequences.remove(sequence)
                 elif not future.cancelled():

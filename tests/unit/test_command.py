@@ -72,9 +72,10 @@ def play(folder: Path, rest: str, *, prompts: int = 1, stays: str = "", **env: A
         ("result('0.5')", 0.5),
         ("result(json.dumps({'reward': 2, 'metrics': {'steps': 3}}))", 2.0),
         ("chat([*task['messages'], message, task['messages'][0]]); result('[0.25, 0.5]')", 0.75),
+        ("result(str(len({v for k, v in os.environ.items() if k.startswith('ANTHROPIC_')})))", 3.0),
         ("result(str(task['metadata']['level'] + len(task['answer']) + len(task['id'])))", 7.0),
     ],
-    ids=["number", "object", "one per call", "the row"],
+    ids=["number", "object", "one per call", "variables of Anthropic", "the row"],
 )
 def test_a_reward_is_read_from_the_result(tmp_path: Path, rest: str, reward: float) -> None:
     collected = play(tmp_path, rest)

@@ -13,13 +13,14 @@ import pytest
 
 from r3.config import EnvConfig
 from r3.envs import Model, Workflows, serve
+from r3.rollout import EnvironmentFailed
 from r3.types import Prompt
 from tests.agents import ASK, Played, chat, play
 from tests.errors import Capsys
 from tests.rounds import numbered, play_round
 from tests.talkers import values
 
-anthropic = pytest.importorskip("anthropic")
+anthropic, openai = (pytest.importorskip(name) for name in ("anthropic", "openai"))
 
 USER = [{"role": "user", "content": "a"}]
 WHOLE: dict[str, dict[str, Any]] = {
@@ -185,6 +186,36 @@ def test_aborted_requests_end_and_others_go_on(names: Any) -> None:
     assert played.value == ({"aborted": count}, codes)
     assert played.texts == ["hello<|im_end|>"] * (3 - count)
     assert played.metrics["env/refused_aborted"] == count
+
+
+@pytest.mark.parametrize("case", ["goes on", "ends", "has nothing"])
+def test_an_episode_whose_last_call_was_aborted_says_so(case: str) -> None:
+    over = threading.Event()
+
+    async def agent(client: Any) -> Any:
+        messages = [*ASK]
+        if case != "has nothing":
+            messages.append((await chat(client)).choices[0].message.model_dump())
+        messages.append({"role": "user", "content": "late"})
+        late = asyncio.create_task(chat(client, messages))
+        url, ended = str(client.base_url).removesuffix("/v1/") + "/abort_requests", 0
+        while not ended:
+            ended = (await client.post(url, body={}, cast_to=object))["aborted"]
+        over.set()
+        with pytest.raises(openai.BadRequestError, match="aborted"):
+            await late
+        if case == "goes on":
+            await chat(client, messages)
+
+    says = lambda asked: str("late" in asked and over.wait(60)) and "hello"  # noqa: E731
+    if case == "has nothing":
+        with pytest.raises(EnvironmentFailed, match=r"nothing to train on \(requests aborted: 1\)"):
+            Played(agent, says)
+        return
+    (rollout,) = (played := Played(agent, says)).rollouts
+    assert rollout.metrics == {"env/refused_aborted": 1.0}
+    assert rollout.finish_reason == {"goes on": "stop", "ends": "aborted"}[case]
+    assert played.texts == ["hello<|im_end|>" * (1 + (case == "goes on"))]
 
 
 STREAMS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]

@@ -1,6 +1,8 @@
 """Workflows without an engine: the test writes what the model says."""
 
 import inspect
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.engine import Turn
-from r3.envs import is_workflow
+from r3.envs import Model, Workflows, is_workflow
 from r3.rewards.scorer import make_scorer
 from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut
 from r3.tools import limit_notes
-from r3.types import Rollout
+from r3.types import Prompt, Rollout
 from r3.user_code import load
 from tests.rounds import numbered, play_round
 from tests.settings import found_in_files
@@ -368,6 +370,8 @@ def test_a_response_without_room_for_another_one_is_not_cut(play: Play, at_limit
     )
     assert "env.max_turns" not in first and ("none of 1 responses ended" in first) is not at_limit
     assert told() == "", "each cause is named once"
+    counts["aborted"] = 2
+    assert "message: 2 that were aborted. env/refused_* count them" in told()
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -422,6 +426,39 @@ def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
 
 def test_time_of_the_engine_is_not_time_of_the_episode(play: Play) -> None:
     assert rewards_of(play("Talks", engine_s=0.3, timeout_s=0.5)) == [1.0]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_an_engine_on_cpu_waits_for_calls_that_come_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """As long as its last step took for each; a GPU would idle meanwhile."""
+    monkeypatch.setattr("r3.envs.workflows.has_gpu", lambda: on_gpu)
+    monkeypatch.setattr("r3.envs.workflows._LONGEST_PAUSE_S", 2.0)
+    came: list[int] = []
+
+    class Agent:
+        async def run(self, task: Prompt, model: Model) -> float:
+            return 1.0
+
+    def calls() -> None:
+        for number in range(4):
+            time.sleep(0.3)
+            came.append(number)
+            workflows.wake.put(None)
+
+    workflows = Workflows(EnvConfig(), Agent)
+    thread = threading.Thread(target=calls)
+    workflows.wake.put(None)
+    thread.start()
+    workflows.poll()  # after an engine's step of any length
+    assert len(came) < 4 if on_gpu else len(came) == 4
+    thread.join()
+    workflows.wake.put(None)
+    began = time.monotonic()
+    workflows.poll()  # after one that took no time
+    assert time.monotonic() - began < 1.0
+    workflows.close()
 
 
 def test_code_that_blocks_the_event_loop_is_named(play: Play) -> None:

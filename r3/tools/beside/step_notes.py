@@ -143,6 +143,7 @@ def limit_notes(
         "turns": "beyond env.max_turns",
         "invalid": "with an argument, a message or a field that cannot be used",
         "hung_up": "whose client hung up",
+        "aborted": "that were aborted",
     }
     notes = []
     if new := [cause for cause in causes if refused[cause] and cause not in said]:
