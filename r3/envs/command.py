@@ -227,15 +227,19 @@ class _Process:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            self._is_ready = True
-            waiting = self._waiting.pop(answer.get("episode"), None)
-            if waiting is not None and not waiting.done():
-                if "error" in answer:
-                    waiting.set_exception(CallError(f"failed:\n{answer['error']}"))
-                else:
-                    waiting.set_result(answer["result"])
+        try:
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                self._is_ready = True
+                waiting = self._waiting.pop(answer.get("episode"), None)
+                if waiting is not None and not waiting.done():
+                    if "error" in answer:
+                        waiting.set_exception(CallError(f"failed:\n{answer['error']}"))
+                    else:
+                        waiting.set_result(answer["result"])
+        except ValueError:
+            self._why = f"gave a result of more than {_LONGEST_LINE >> 20} MiB: R3 killed it"
+            self._kill()
         self._is_over = True
         code = await self._process.wait()
         self._kill()

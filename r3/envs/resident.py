@@ -53,10 +53,12 @@ class Host:
         try:
             run, model = self._agent.run, SimpleNamespace(**access)
             if inspect.iscoroutinefunction(run):
-                result = await run(task, model)
+                result = run(task, model)
             else:
                 loop = asyncio.get_running_loop()
                 result = await loop.run_in_executor(self._threads, run, task, model)
+            if inspect.isawaitable(result):  # also of an `async def` below a plain decorator
+                result = await result
             if isinstance(result, tuple) and len(result) == 2:
                 result = {"reward": result[0], "metrics": result[1]}
             self.say(episode=number, result=result)
@@ -111,6 +113,9 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    # A child that the agent forks would keep them open, and hide from R3 that the agent died.
+    pipes = [orders.fileno(), output]
+    os.register_at_fork(after_in_child=lambda: [os.close(pipes.pop()) for _ in pipes[:]])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     del sys.argv[0]
     asyncio.run(serve(load(sys.argv[0])(**json.loads(orders.readline())), orders, output))

@@ -1,6 +1,7 @@
 """Agents in other processes: results, failures, time-outs, and that nothing is left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,9 +118,19 @@ def test_a_failing_command_fails_the_episode(tmp_path: Path, rest: str, text: st
         ("return task['metadata']['level'] + len(task['answer']) + len(task['id'])", 7.0),
         ("return self.arguments['size'] + self.arguments['more']", 5.0),
         ("print('no result', flush=True); os.system('echo and none'); return 1", 1.0),
+        ("sys.stderr.write('x' * 5_000_000); print('x' * 5_000_000); return 1", 1.0),
         ("return type('scalar', (), {'tolist': lambda self: 0.125})()", 0.125),
     ],
-    ids=["number", "metrics", "one per call", "the row", "arguments", "prints", "of numpy"],
+    ids=[
+        "number",
+        "metrics",
+        "one per call",
+        "the row",
+        "arguments",
+        "prints",
+        "prints a lot",
+        "of numpy",
+    ],
 )
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
 def test_an_agent_that_stays_returns_its_reward(
@@ -147,6 +158,11 @@ def test_one_process_lives_all_episodes_at_once(tmp_path: Path) -> None:
         ("print('why', flush=True); os._exit(3)", "ended with exit code 3 (output: "),
         ("print('why', flush=True); os._exit(3)", "its last lines:\n  why"),
         ("os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
+        ("os._exit(0)", "ended with exit code 0"),
+        # Neither child hides that the process died, nor loses a file of its own.
+        ("os.fork() or (os.fork(), time.sleep(300)); os._exit(3)", "ended with exit code 3"),
+        ("os.write(2, b'caf\\xe9\\n'); os._exit(3)", "its last lines:\n  caf\ufffd"),
+        ("return 1.0, {'a' * 3_000_000: 1.0}", "gave a result of more than 1 MiB: R3 killed it"),
         ("return {'score': 1}", "an object has the key reward"),
         ("return 'good'", "returned 'good'"),
         ("return float('nan')", "must return a finite number"),
@@ -155,15 +171,53 @@ def test_one_process_lives_all_episodes_at_once(tmp_path: Path) -> None:
         ("await asyncio.sleep(60)", "not done after 2 s, calls of the model excluded"),
     ],
 )
-def test_an_agent_that_stays_fails_the_episode(tmp_path: Path, rest: str, text: str) -> None:
+def test_an_agent_that_stays_fails_the_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, text: str
+) -> None:
+    monkeypatch.setattr(command, "_LONGEST_LINE", 1 << 20)
     with pytest.raises(EnvironmentFailed) as caught:
         play(tmp_path, rest, stays="Agent", timeout_s=2.0 if "sleep" in rest else 60.0)
     assert text in str(caught.value)
 
 
-def test_a_class_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFailed, match="has no attribute 'Agnet'"):
-        play(tmp_path, "return 1", stays="Agnet", retries=3)
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("class Agent", "class Agnet", "has no attribute 'Agent'"),
+        ("import asyncio", "import no_such, asyncio", "No module named 'no_such'"),
+        ("def __init__(self", "def __init__(self, size", "missing 1 required .* 'size'"),
+        ("self.lived =", "self.lived = 1 / 0,", "(?s)in __init__.*division by zero"),
+        ("import asyncio", "import time; time.sleep(60); import asyncio", "still loading its file"),
+    ],
+    ids=["class", "import", "arguments", "raises", "slow"],
+)
+def test_a_class_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, text: str
+) -> None:
+    monkeypatch.setattr(command, "_END_S", 0.5)
+    monkeypatch.setattr(f"{__name__}.STAYS", STAYS.replace(old, new))
+    with pytest.raises(EnvironmentFailed, match=text):
+        play(tmp_path, "return 1", stays="Agent", retries=3, timeout_s=2.0 if "60" in new else 60.0)
+
+
+def test_a_coroutine_below_a_plain_decorator_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = "def run(self, task, model): return self.go(task, model)\n    async def go"
+    monkeypatch.setattr(f"{__name__}.STAYS", STAYS.replace("async def run", plain))
+    assert rewards_of(play(tmp_path, "return 0.5", stays="Agent")) == [0.5]
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.10", "3.12", "3.13"])
+def test_an_agent_that_stays_has_another_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    python = shutil.which(f"python{version}") or ""
+    if not python or subprocess.run([python, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"there is no Python {version}")
+    monkeypatch.setattr(sys, "executable", python)
+    rest = "return sys.version_info[0] + sys.version_info[1] / 100"
+    assert rewards_of(play(tmp_path, rest, stays="Agent")) == [3 + int(version[2:]) / 100]
 
 
 @pytest.mark.parametrize("end", ["os._exit(1)", "time.sleep(300)"], ids=["dies", "hangs"])

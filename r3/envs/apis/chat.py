@@ -8,11 +8,9 @@ from typing import Any
 
 from r3.envs.apis.common import (
     MODEL,
-    SAMPLING,
     ApiError,
     Request,
-    check_fields,
-    check_model,
+    check_body,
     objects,
     sampled_request,
     typed,
@@ -24,9 +22,8 @@ from r3.envs.workflow import Completion, Model, ModelMessage
 # Fields of both of OpenAI's older APIs; the last ones are labels without influence on what is
 # sampled. A call's seed is derived from the run's.
 TAKEN = {
-    *("model", "max_tokens", "stop", "stream", "stream_options", "train", "logprobs"),
+    *("max_tokens", "stop", "stream", "stream_options", "logprobs"),
     *("return_token_ids", "request_id"),
-    *SAMPLING,
     *("metadata", "prompt_cache_key", "safety_identifier", "seed", "service_tier", "store", "user"),
 }
 _CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
@@ -54,8 +51,7 @@ def chat_request(body: Mapping[str, Any], memory: Memory) -> Request:
     Raises:
         ApiError: it cannot be served.
     """
-    check_model(body.get("model"))
-    check_fields(body, TAKEN | _CHAT, DEFAULTS)
+    check_body(body, TAKEN | _CHAT, DEFAULTS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
@@ -118,8 +114,7 @@ def completion_request(body: Mapping[str, Any], memory: Memory) -> Request:
     Raises:
         ApiError: it cannot be served.
     """
-    check_model(body.get("model"))
-    check_fields(body, TAKEN | {"prompt"}, DEFAULTS)
+    check_body(body, TAKEN | {"prompt"}, DEFAULTS)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt

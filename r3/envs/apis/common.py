@@ -93,6 +93,14 @@ def check_fields(
             raise ApiError(400, text, param=name)
 
 
+def check_body(
+    body: Mapping[str, Any], taken: Collection[str], defaults: Mapping[str, Any] = {}
+) -> None:
+    """Check the model of a chat or completion, and its fields; see `check_fields`."""
+    check_model(body.get("model"))
+    check_fields(body, {"model", "train", *SAMPLING, *taken}, defaults)
+
+
 def typed(body: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a field; None if it is null or not there.
 
@@ -115,6 +123,26 @@ def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         raise ApiError(400, f"{name} must be a list of objects", param=name)
     return value
+
+
+def functions(
+    tools: Iterable[Mapping[str, Any]], kinds: Collection[Any], schema: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tools as the chat API has them, and the others, which a provider would run itself.
+
+    Args:
+        kinds: types of those that the client runs.
+        schema: the field with the schema of arguments.
+    """
+    names = {"name": "name", "description": "description", schema: "parameters"}
+    shown, others = [], []
+    for tool in tools:
+        if tool.get("type") in kinds:
+            function = {new: tool[name] for name, new in names.items() if tool.get(name)}
+            shown.append({"type": "function", "function": function})
+        else:
+            others.append(f"a tool of type {tool.get('type')}")
+    return shown, others
 
 
 def text_of(content: Any, kinds: Collection[str], name: str) -> str:

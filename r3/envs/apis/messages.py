@@ -9,11 +9,10 @@ from typing import Any
 from r3.data.conversation import read_json
 from r3.envs.apis.common import (
     MODEL,
-    SAMPLING,
     ApiError,
     Request,
-    check_fields,
-    check_model,
+    check_body,
+    functions,
     objects,
     sampled_request,
     text_of,
@@ -23,9 +22,7 @@ from r3.envs.apis.memory import Memory, conversation, shown
 from r3.envs.workflow import Model, ModelMessage
 
 _TAKEN = {
-    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
-    *("stream", "train"),
-    *SAMPLING,
+    *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
     # Without influence on what is sampled: whether the model thinks is the chat template's choice.
     *("metadata", "service_tier", "thinking", "context_management", "cache_control", "speed"),
     *("output_config", "diagnostics", "inference_geo"),
@@ -61,8 +58,7 @@ def messages_request(body: Mapping[str, Any], memory: Memory, *, sampled: bool =
     Raises:
         ApiError: it cannot be served.
     """
-    check_model(body.get("model"))
-    check_fields(body, _TAKEN, _DEFAULTS)
+    check_body(body, _TAKEN, _DEFAULTS)
     if set(typed(body, "output_config", dict) or {}) - {"effort"}:
         text = "output_config: only effort is taken, as no grammar forces a format"
         raise ApiError(400, text, param="output_config")
@@ -72,7 +68,8 @@ def messages_request(body: Mapping[str, Any], memory: Memory, *, sampled: bool =
     if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
         text = f"tool_choice {choice!r}: only 'auto' and 'none' are supported"
         raise ApiError(400, text, param="tool_choice")
-    tools, others = _tools(body)
+    given = objects(body.get("tools") or [], "tools")
+    tools, others = functions(given, (None, "custom"), "input_schema")
     messages = list(_conversation(body))
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "messages must end with one of the user", param="messages")
@@ -82,19 +79,6 @@ def messages_request(body: Mapping[str, Any], memory: Memory, *, sampled: bool =
         tools=tools if choice["type"] == "auto" else [],
     )
     return request
-
-
-def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Schemas of the tools as the chat API has them, and the others, which Anthropic would run."""
-    tools, others = [], []
-    for tool in objects(body.get("tools") or [], "tools"):
-        if tool.get("type") in (None, "custom"):
-            function = {name: tool[name] for name in ("name", "description") if tool.get(name)}
-            function["parameters"] = tool.get("input_schema") or {"type": "object"}
-            tools.append({"type": "function", "function": function})
-        else:
-            others.append(f"a tool of type {tool['type']}")
-    return tools, others
 
 
 def _conversation(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

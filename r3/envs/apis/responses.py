@@ -11,11 +11,10 @@ from typing import Any
 from r3.envs.apis.chat import chosen
 from r3.envs.apis.common import (
     MODEL,
-    SAMPLING,
     ApiError,
     Request,
-    check_fields,
-    check_model,
+    check_body,
+    functions,
     objects,
     sampled_request,
     text_of,
@@ -25,9 +24,8 @@ from r3.envs.apis.memory import Memory, Reply, conversation, shown
 from r3.envs.workflow import Model, ModelMessage
 
 _TAKEN = {
-    *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream"),
-    *("stream_options", "train", "include", "text"),
-    *SAMPLING,
+    *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream"),
+    *("stream_options", "include", "text"),
     # Without influence on what is sampled: whether the model thinks, and how many calls a message
     # has, is up to the model and its chat template.
     *("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning"),
@@ -46,11 +44,10 @@ def responses_request(body: Mapping[str, Any], memory: Memory) -> Request:
     Raises:
         ApiError: it cannot be served.
     """
-    check_model(body.get("model"))
     if body.get("previous_response_id") is not None:
         text = "previous_response_id: no response is kept here. Send the whole input"
         raise ApiError(400, text, param="previous_response_id")
-    check_fields(body, _TAKEN, _DEFAULTS)
+    check_body(body, _TAKEN, _DEFAULTS)
     if others := [each for each in typed(body, "include", list) or [] if each != _THOUGHT]:
         raise ApiError(400, f"include = {others!r}: only {_THOUGHT!r} is known", param="include")
     form = typed(typed(body, "text", dict) or {}, "format", dict)
@@ -66,14 +63,7 @@ def responses_request(body: Mapping[str, Any], memory: Memory) -> Request:
     for item in items:  # Codex has some of its tools there
         if item.get("type") == _MORE_TOOLS:
             given += objects(item.get("tools"), "tools")
-    tools, others = [], []
-    for tool in given:
-        if tool.get("type") == "function":
-            names = ("name", "description", "parameters")
-            function = {name: tool[name] for name in names if tool.get(name)}
-            tools.append({"type": "function", "function": function})
-        else:
-            others.append(f"a tool of type {tool.get('type')}")
+    tools, others = functions(given, ("function",), "parameters")
     said = [item for item in items if item.get("type") != _MORE_TOOLS]
     messages = list(_conversation(body, said))
     if not messages:
