@@ -91,6 +91,12 @@ def load(spec: str) -> Any:
     return getattr(module, name)
 
 
+def close_all(pipes: list[int]) -> None:
+    """Close descriptors, once."""
+    while pipes:
+        os.close(pipes.pop())
+
+
 async def serve(agent: Any, orders: IO[bytes], output: int) -> None:
     """Serve episodes until the input ends, with the run or its rank."""
     host, loop, over = Host(agent, output), asyncio.get_running_loop(), asyncio.Event()
@@ -115,7 +121,7 @@ def main() -> None:
     os.dup2(2, 1)
     # A child that the agent forks would keep them open, and hide from R3 that the agent died.
     pipes = [orders.fileno(), output]
-    os.register_at_fork(after_in_child=lambda: [os.close(pipes.pop()) for _ in pipes[:]])
+    os.register_at_fork(after_in_child=lambda: close_all(pipes))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     del sys.argv[0]
     asyncio.run(serve(load(sys.argv[0])(**json.loads(orders.readline())), orders, output))
