@@ -428,7 +428,10 @@ def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
                 curves.plot(steps_made, line["optim/grad_norm"], color=color, linewidth=1)
     curves.set(yscale="log", xlabel="step", ylabel="gradient norm", title="First cell, each seed")
     norms.set(xscale="log", xlabel="gradient norm, p99 / median", title="Each run")
+    # An interval of two pairs is wider than all rewards.
     rewards.set(xlabel="final reward, less live", title="Pairs, and their 95 % interval")
+    rewards.set_xlim(-0.25, 0.25)
+    curves.set_ylim(bottom=0.05)
     borders = [n for n, place in enumerate(places) if n == 0 or place[0] != places[n - 1][0]]
     for axis in (norms, rewards):
         axis.set_ylim(len(places) - 0.5, -0.5)
@@ -452,8 +455,14 @@ def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
 def words_of(cell: Cell) -> str:
     """Return a cell by what it changes of the first; the first by all that it has."""
     rate = f"{cell.lr:.0e}".replace("e-0", "e-")
-    texts = {"model": cell.model, "bits": f"{cell.bits} bits", "updates": f"{cell.updates} updates"}
-    texts |= {"lr": f"rate {rate}", "tokens": f"{cell.tokens} tokens"}
+    numbers = {"bits": f"{cell.bits} bit", "updates": f"{cell.updates} update"}
+    several = {name: text + "s" * (getattr(cell, name) > 1) for name, text in numbers.items()}
+    texts = {
+        "model": cell.model,
+        **several,
+        "lr": f"rate {rate}",
+        "tokens": f"{cell.tokens} tokens",
+    }
     changed = [name for name in texts if getattr(cell, name) != getattr(FIRST, name)]
     return "\n".join(texts[name] for name in changed or texts)
 
