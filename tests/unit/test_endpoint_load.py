@@ -305,3 +305,47 @@ def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatc
                 message.content[0].text]  # fmt: skip
 
     assert Played(agent, lambda asked: str(time.sleep(0.5) or "hello")).value == ["hello"] * 3
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "[::1]", "0.0.0.0"])
+def test_other_forms_of_http_are_served(listen: str) -> None:
+    """Chunks, HTTP/1.0, three requests at once and a body of 10 MB, beside one that never comes."""
+
+    async def agent(client: Any) -> Any:
+        url, chat_path = client.base_url, "/v1/chat/completions"
+        body = json.dumps({"model": "policy", **WHOLE[chat_path]}).encode()
+        key = f"Host: r3\r\nAuthorization: Bearer {client.api_key}\r\n"
+
+        async def told(*requests: bytes) -> tuple[int, int]:
+            reader, writer = await asyncio.open_connection(url.host.strip("[]"), url.port)
+            writer.write(b"".join(requests))
+            head = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n"
+            writer.write(b"" if b"HTTP/1.0" in requests[0] else head)  # the end, without a token
+            text = await reader.read()
+            writer.close()
+            return text.count(b" 200 OK\r\n"), text.count(b" 401 Unauthorized\r\n")
+
+        def asked(body: bytes, size: str = "", version: str = "1.1", head: str = key) -> bytes:
+            size = size or f"Content-Length: {len(body)}"
+            return f"POST {chat_path} HTTP/{version}\r\n{head}{size}\r\n\r\n".encode() + body
+
+        _, silent = await asyncio.open_connection(url.host.strip("[]"), url.port)
+        silent.write(asked(b"", "Content-Length: 9"))
+        chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+        other = key.replace(client.api_key, "r3-other")
+        found = [
+            await told(asked(body)),
+            await told(asked(chunks, "Transfer-Encoding: chunked")),
+            await told(asked(body, version="1.0")),
+            await told(asked(body), asked(body, head=other), asked(body)),
+            await told(asked(b"[" + b" " * 10_000_000)),
+        ]
+        silent.close()
+        while not client.refused["hung_up"]:
+            await asyncio.sleep(0.01)
+        return found
+
+    played = play(agent, listen=listen, advertise="127.0.0.1" if listen == "0.0.0.0" else "")
+    assert played.value == [(1, 1), (1, 1), (1, 0), (2, 2), (0, 1)]
+    assert played.texts == ["hello<|im_end|>"] * 5
+    assert played.rollouts[-1].metrics == {"env/refused_hung_up": 1, "env/refused_invalid": 1}
