@@ -19,6 +19,7 @@ from r3 import assets
 from r3.config import EnvConfig
 from r3.envs import Resident, Workflows
 from r3.types import Rollout
+from tests.e2e.foreign_cases import harbor, nemo_gym, openenv
 from tests.pages import ROOT, Block, BlockError, blocks, checkout, run
 from tests.rounds import numbered, play_round
 from tests.runs import program, rows_of
@@ -27,6 +28,7 @@ from tests.tiny import rewards_of
 pytestmark = pytest.mark.e2e
 
 UNFETCHED = "could not be fetched"
+PACKAGES = ("verifiers", "openenv", "harbor", "nemo_gym")  # with an environment of their own
 EXAMPLES = sorted(page.parent.name for page in ROOT.glob("examples/*/README.md"))
 
 
@@ -239,37 +241,44 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
         *(own_reward, own_loss, own_data, own_environment, own_workflow),
-        *(
-            external_agent,
-            verifiers,
-            swe_task,
-            llm_judge,
-            evaluate,
-            compare_runs,
-            sweep,
-            real_model,
-        ),
+        *(external_agent, verifiers, openenv, harbor, nemo_gym, swe_task),
+        *(llm_judge, evaluate, compare_runs, sweep, real_model),
     )
 }
+
+
+def folder_of_python_3_12() -> Path:
+    """Where there is a program python3.12 that runs; the test is skipped if there is none."""
+    found = [Path(folder) for folder in os.environ["PATH"].split(":")]
+    found += (Path.home() / ".pyenv" / "versions").glob("3.12*/bin")
+    for folder in found:
+        program = folder / "python3.12"
+        if program.exists() and not subprocess.run([program, "-V"], check=False).returncode:
+            return folder
+    pytest.skip("no Python 3.12 here")
 
 
 @pytest.mark.slow
 @pytest.mark.large
 @pytest.mark.timeout(1800)  # the real model, or an environment of verifiers installed
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
+def test_example_runs_and_does_what_it_claims(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkout(tmp_path / "r3", is_warm=True)
     page = f"examples/{name}/README.md"
     found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
     assert found, f"{page} has no block to run"
-    limit = 1100 if name in ("real_model", "verifiers") else 240
+    limit = 1100 if name in ("real_model", *PACKAGES) else 240
+    if name in ("harbor", "nemo_gym"):
+        monkeypatch.setenv("PATH", f"{folder_of_python_3_12()}:{os.environ['PATH']}")
     try:
         output = "".join(run(block, folder, timeout_s=limit) for block in found)
     except BlockError as error:
         if name == "real_model" and UNFETCHED in str(error):
             pytest.skip(str(error).splitlines()[-1])
-        if name == "verifiers" and "No matching distribution" in str(error):
-            pytest.skip("verifiers cannot be installed here")
+        if name in PACKAGES and "No matching distribution" in str(error):
+            pytest.skip(f"the package of {name} cannot be installed here")
         raise
     CLAIMS[name](folder / "runs", output)
     if name == "real_model":
