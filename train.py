@@ -90,7 +90,7 @@ def train(run: Session) -> None:
             batches = [with_advantages(batch, advantages_R) for batch in batches]
 
         # 6 train: the updates; routes are replayed in all
-        count = config.train.epochs_per_step * sum(len(batch.micro_batches) for batch in batches)
+        count = config.train.epochs_per_step * sum(map(len, batches))
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
             train_on(
                 policy,

@@ -39,7 +39,7 @@ from typing import Any, Literal
 from benchmarks.against_trl import Task, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.config import ReplayConfig
-from r3.data.prompts import prompts_of_step
+from r3.data.prompts import prompts_from
 from r3.engine import Engine, sampling_seed
 from r3.rollout import read_task
 from r3.runtime.device import Device, free_port, has_gpu, init_device, settle
@@ -173,7 +173,7 @@ def engine_of(
         rollout={"max_response_tokens": task.max_tokens},
     )
     read = read_task(config)
-    prompts = prompts_of_step(read.prompts, seed=0, step=0, count=task.prompts)
+    prompts = prompts_from(read.prompts, seed=0, start=0, count=task.prompts)
     each = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
     config = replace(config, replay=ReplayConfig(mode=mode))
     return each, engine_from_disk(config, device, read)

@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from r3 import assets
 from r3.config import from_yaml
 from r3.layers.attention import causal_varlen
-from r3.metrics import is_wall_clock
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, has_gpu
 from r3.runtime.tensors import Stash, open_shared, share
 from r3.tools.planning.memory_plan import fit
+from tests.runs import is_wall_clock
 
 Figures = dict[str, Any]
 PEAK_TFLOPS = {"a100": 312, "h100": 989, "h200": 989, "b200": 2250}  # dense bfloat16
@@ -429,7 +429,7 @@ def generation(path: Path, mode: Path) -> Figures:
         mode: "r3" for an engine that captures routes, "off" for one that does not.
     """
     from benchmarks.generation import in_r3, in_vllm
-    from r3.data.prompts import prompts_of_step
+    from r3.data.prompts import prompts_from
     from r3.rollout import read_task
     from r3.runtime.device import init_device
     from tests.engines import engine_from_disk
@@ -445,7 +445,7 @@ def generation(path: Path, mode: Path) -> Figures:
     )
     where, task = init_device(), read_task(config)
     engine = engine_from_disk(config, where, task)
-    prompts = prompts_of_step(task.prompts, seed=0, step=0, count=count)
+    prompts = prompts_from(task.prompts, seed=0, start=0, count=count)
     arms: dict[str, Callable[[int], int]] = {
         "r3": lambda turn: in_r3(engine, prompts, limit, turn),
         "vllm": lambda turn: in_vllm(engine, prompts, limit, turn, alone=False),

@@ -219,8 +219,8 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
         )
         for members in plan.micro_batches[0]
     )
-    batch = Batch(
-        micro_batches=micro_batches,
+    batch = packing.as_batch(
+        micro_batches,
         num_loss_tokens=packing.count_loss_tokens(micro_batches),
         num_sequences=len(lengths),
     )
@@ -229,15 +229,10 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
 
 def recorded(policy: Policy, batch: Batch) -> Batch:
     """Return the batch with the policy's own live choices as its routes."""
-    routes = policy.score(batch.micro_batches, mode="record").ledger.recorded
-    return replace(
-        batch,
-        micro_batches=tuple(
-            replace(
-                micro_batch, routed_experts_NLK=chosen_NLK.to(micro_batch.routed_experts_NLK.dtype)
-            )
-            for micro_batch, chosen_NLK in zip(batch.micro_batches, routes, strict=True)
-        ),
+    routes = policy.score(batch, mode="record").ledger.recorded
+    return tuple(
+        replace(one, routed_experts_NLK=chosen_NLK.to(one.routed_experts_NLK.dtype))
+        for one, chosen_NLK in zip(batch, routes, strict=True)
     )
 
 
@@ -248,8 +243,8 @@ def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
     """
     hf.zero_grad(set_to_none=True)
     total = torch.zeros(())
-    for micro_batch in batch.micro_batches:
-        loss = hf_loss(hf, micro_batch) / batch.num_loss_tokens
+    for micro_batch in batch:
+        loss = hf_loss(hf, micro_batch) / micro_batch.num_loss_tokens
         loss.backward()
         total += loss.detach()
     return total

@@ -167,7 +167,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _to_ranks(torchrun: int, number: int) -> None:
-    from r3.runtime.process import children
+    from r3.launch.rendezvous import children
 
     for pid in children(torchrun):
         _send(pid, number)

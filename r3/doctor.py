@@ -312,17 +312,17 @@ def check_replay(context: DoctorContext) -> str:
     run = context.run
     policy = run.policy
     batch = _batch_of(context.rollouts, run)
-    live = pass_figures(policy, policy.score(batch.micro_batches, mode="live"))
+    live = pass_figures(policy, policy.score(batch, mode="live"))
     text = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
     if not run.engine.capture:
         return text
-    replayed = pass_figures(policy, policy.score(batch.micro_batches, mode="replay"))
+    replayed = pass_figures(policy, policy.score(batch, mode="replay"))
     # What the check would show of an engine whose routes are late by a token.
     late = [
         replace(rollout, routed_experts=np.roll(rollout.routed_experts, 1, axis=0))
         for rollout in context.rollouts
     ]
-    wrong = pass_figures(policy, policy.score(_batch_of(late, run).micro_batches, mode="replay"))
+    wrong = pass_figures(policy, policy.score(_batch_of(late, run), mode="replay"))
     text += (
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
         f"live routing agrees in {replayed['agreement']:.2%} of slots; with routes of the token "
@@ -393,7 +393,7 @@ def check_depth(context: DoctorContext) -> str:
     (rollouts, *_) = run.mesh.world.all_gather_object(rollouts if run.engine.is_leader else [])
     batch = _batch_of(rollouts, run)
     mode: Mode = "replay" if run.engine.capture else "live"
-    found = pass_figures(run.policy, run.policy.score(batch.micro_batches, mode=mode))
+    found = pass_figures(run.policy, run.policy.score(batch, mode=mode))
 
     def of(figure: str) -> dict[str, float]:
         keys = {depth: f"{figure}_depth/{depth}" for depth in DEPTHS}

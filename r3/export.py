@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from r3.config import Config, ConfigError, ParallelConfig, Problem, config_of_run
+from r3.config import Config, ConfigError, ParallelConfig, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
@@ -50,6 +50,7 @@ from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say
 from r3.tools.beside.digests import changed_since, of_model, read_digests
+from r3.tools.view.runs import config_of_run
 
 
 @dataclass(frozen=True, kw_only=True)

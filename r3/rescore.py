@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from r3 import checks as validate
-from r3.cli import parse as cli
-from r3.config import Config, ConfigError, Problem, config_of_run, with_values
+from r3.cli.words import split_words
+from r3.config import Config, ConfigError, Problem, read_values, with_values
 from r3.models.hub import folder_of
 from r3.policy import Policy, TokenScores
 from r3.routing.replay import Mode
@@ -47,7 +47,7 @@ from r3.runtime.terminal import own_streams, say
 from r3.tools.dumps import read_rollouts
 from r3.tools.mismatch.forced import build_engine, by_rollout, decode, packed, sides
 from r3.tools.passes import pass_figures
-from r3.tools.view.runs import dumped_steps
+from r3.tools.view.runs import config_of_run, dumped_steps
 from r3.types import MicroBatch, Rollout
 
 # Settings that matter to a policy that only scores.
@@ -103,6 +103,25 @@ class Order:
     engine: str | None
 
 
+def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """Values of flags `--section.field value`, for a command whose other flags are its own.
+
+    Args:
+        problems: gets everything that is wrong with the words.
+    """
+    words = split_words(argv, problems)
+    others = [*words.own, *sorted(words.switches)]
+    problems += [
+        Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
+    ]
+    rule = "is neither a flag nor a flag's value"
+    problems += [Problem("WORD", word, rule, "leave it out") for word in words.bases]
+    values = read_values(words.flags, problems, words.warnings)
+    for warning in words.warnings:
+        say(f"warning: {warning}", error=True)
+    return values
+
+
 def parse(argv: Sequence[str]) -> Order:
     """Parse a command line.
 
@@ -146,7 +165,7 @@ def parse(argv: Sequence[str]) -> Order:
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
-    values = cli.flag_values(flags, problems)
+    values = flag_values(flags, problems)
     matters = _MATTERS if words.engine is None else (*_MATTERS, "engine.")
     problems += [
         Problem(name, value, "has no effect on scores", "leave it out")
@@ -321,10 +340,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
     if order.save_to and captured:
         modes["live"] = "record"  # routers choose as in "live", and what they choose is kept
-    passes = {label: policy.score(batch.micro_batches, mode=mode) for label, mode in modes.items()}
+    passes = {label: policy.score(batch, mode=mode) for label, mode in modes.items()}
     rows = {label: pass_figures(policy, scores) for label, scores in passes.items()}
     if order.save_to:
-        save_scores(order.save_to, rollouts, batch.micro_batches, passes, mesh)
+        save_scores(order.save_to, rollouts, batch, passes, mesh)
     parting: list[str] = []
     if engine:
         found = sides(policy, rollouts, forced, mesh, tokens=tokens, different=different)
@@ -336,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
         lines = [
             f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, "
-            f"{batch.num_loss_tokens} sampled tokens, by "
+            f"{batch[0].num_loss_tokens} sampled tokens, by "
             f"version {policy_version}",
             f"weights     {order.weights.text}",
             f"layout      {device.world_size} rank(s): {config.parallel.in_words}; "

@@ -222,16 +222,6 @@ class Rollout:
             self.policy_version,
         )
 
-    def num_stale_tokens(self, policy_version: int) -> int:
-        """Count the tokens that versions older than this one sampled."""
-        first = next(
-            (token for token, sampler in self.segments if sampler >= policy_version),
-            len(self.tokens_T),
-        )
-        if not self.segments and self.policy_version >= policy_version:
-            return 0
-        return int(self.loss_mask_T[:first].sum())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -248,23 +238,11 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedSample(Sample):
-    """A sample after its step.
-
-    Attributes:
-        shaped_reward: what its advantage was made of: the reward minus the overlong penalty and,
-            with algo.kl_in reward, minus the KL.
-        trains: False if it counted for its group's baseline and had no loss.
-    """
-
-    shaped_reward: float
-    advantage: float
-    trains: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Whole sequences packed end to end for one forward and backward pass, aligned as drawn above.
+
+    Under context parallelism a rank computes a part of it, which is one too: N / cp tokens, with a
+    part of every sequence (`r3.layers.layout.local_tokens`).
 
     Attributes:
         positions_N: position of each token in its sequence.
@@ -283,6 +261,10 @@ class MicroBatch:
         prompt_ids: `Rollout.prompt_id` of each sequence, "" for filler.
         kept_counts_N: how many tokens the engine kept for each target; 0: the whole vocabulary.
         kept_ids: these tokens, target by target, int32.
+        num_loss_tokens, num_sequences: loss tokens, and sequences with loss tokens, of the whole
+            update, over all ranks. Losses are divided by these counts, never by local ones, so that
+            results do not depend on the layout. 0 until `packing.as_batch` sets them: there is no
+            loss then.
     """
 
     tokens_N: torch.Tensor
@@ -301,6 +283,8 @@ class MicroBatch:
     prompt_ids: tuple[str, ...]
     kept_counts_N: torch.Tensor
     kept_ids: torch.Tensor
+    num_loss_tokens: int = 0
+    num_sequences: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -316,20 +300,8 @@ class MicroBatch:
         return (self.routed_experts_NLK >= 0).flatten(1).all(1) & self.real_N
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """What one optimizer step trains on, on this data-parallel rank.
-
-    Attributes:
-        micro_batches: this rank's share.
-        num_loss_tokens: loss tokens over all ranks. Losses are divided by global counts, never by
-            local ones, so that results do not depend on the layout.
-        num_sequences: sequences with loss tokens, over all ranks.
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    num_loss_tokens: int
-    num_sequences: int
+Batch = tuple[MicroBatch, ...]
+"""What one optimizer step trains on, on this data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,6 @@ import torch
 from r3.algo.advantage import advantages_of
 from r3.algo.packing import with_advantages
 from r3.config import Config
-from r3.data import prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.models import read_small_files
 from r3.rollout import Collector, RoundResult, Task, gather_rewards, read_task
@@ -20,6 +19,7 @@ from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync import PackingSpec, State, distribute, export, sync_weights
 from r3.types import Batch, Rollout
 from r3.user_code import advantage_of
+from tests.tiny import prompts_of_step
 
 
 class World:

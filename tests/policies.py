@@ -251,7 +251,7 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
     policy.optimizer.zero_grad()
     total = 0.0
     with policy.replay.schedule("replay", training=True):
-        for micro_batch in batch.micro_batches:
+        for micro_batch in batch:
             borders = list(zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False))
             longest = max(end - start for start, end in borders)
             tokens = torch.zeros(len(borders), longest, dtype=torch.int64)
@@ -266,10 +266,8 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
                 [logits_bsV[row, : end - start] for row, (start, end) in enumerate(borders)]
             )
             logprobs_N = logits_NV.log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
-            tokens_N = local_tokens(micro_batch, policy.mesh, policy.device.torch)
-            loss, _ = policy_loss(
-                policy.config, batch, tokens_N, policy.mesh.cp, logprobs_N, NONE_MADE
-            )
+            tokens_N = local_tokens(micro_batch, policy.mesh.cp, policy.device.torch)
+            loss, _ = policy_loss(policy.config, tokens_N, policy.mesh.cp, logprobs_N, NONE_MADE)
             loss.backward()
             total += float(loss)
     for chunk in policy.wrapped:

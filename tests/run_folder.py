@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from r3 import report
 from r3.config import to_yaml
 from r3.run import Checkpointer, Copy, RunDir, RunState, step_folders, write_eval, write_text
-from r3.tools import write_rollouts
-from r3.types import Message, Prompt, Rollout, TrainedSample
+from r3.tools import TrainedSample, write_rollouts
+from r3.types import Message, Prompt, Rollout
 from tests.tiny import tiny_config
 
 GROUPS, SAMPLES, LAYERS, EXPERTS, TOP = 3, 4, 4, 8, 2

@@ -24,6 +24,7 @@ from r3.config import (
     RolloutConfig,
     TrainConfig,
 )
+from r3.data import Dataset, prompts_from
 from r3.models.shape import ModelShape
 from r3.types import Prompt, Rollout
 
@@ -166,3 +167,8 @@ def rewards_of(result: Any) -> list[float]:
 def parts_of(result: Any) -> dict[tuple[int, int], Mapping[str, float]]:
     """What reward functions gave, by group and sample, where they were called."""
     return {each.rollout.key[:2]: each.parts for each in result.samples if each.parts}
+
+
+def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
+    """The prompts of a step without dynamic sampling."""
+    return prompts_from(dataset, seed=seed, start=step * count, count=count)

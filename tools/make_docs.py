@@ -16,7 +16,7 @@ from textwrap import fill
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
-from r3.config import SETTINGS, Config, as_typed, help_of  # noqa: E402
+from r3.config import SETTINGS, Config, Setting, as_typed, help_of  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics import GLOSSARY  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
@@ -201,6 +201,12 @@ AREAS = {
 }
 
 
+def resume_in_words(setting: Setting) -> str:
+    """Whether a resumed run may change a setting: yes, no, or "yes, unless ..."."""
+    end = f", {setting.unless[1]}" if setting.unless else ""
+    return f"yes{end}" if setting.resume else "no"
+
+
 def pages() -> dict[str, str]:
     """Return the generated pages: file name -> text."""
     return {
@@ -240,7 +246,7 @@ def configuration() -> str:
                 kind(each.type_in_words),
                 f"`{default}`" if (default := as_typed(each.default)) else "empty",
                 (each.rule or "-").removeprefix("must be "),
-                each.resume_in_words,
+                resume_in_words(each),
                 help_of(each.name),
             )
             for each in SETTINGS.values()

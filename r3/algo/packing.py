@@ -246,12 +246,22 @@ def with_advantages(batch: Batch, advantages_R: torch.Tensor) -> Batch:
     # Place -1 is that of filler.
     values_R = torch.cat([advantages_R.float(), torch.zeros(1)])
     changed = []
-    for one in batch.micro_batches:
+    for one in batch:
         lengths = torch.tensor(one.cu_seqlens).diff()
         values = values_R[torch.tensor(one.rollout_ids)]
         advantages_N = torch.repeat_interleave(values, lengths) * one.loss_mask_N
         changed.append(replace(one, advantages_N=advantages_N))
-    return replace(batch, micro_batches=tuple(changed))
+    return tuple(changed)
+
+
+def as_batch(
+    micro_batches: Iterable[MicroBatch], *, num_loss_tokens: int, num_sequences: int
+) -> Batch:
+    """Give the micro-batches of an update its denominators, which count over all ranks."""
+    return tuple(
+        replace(each, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
+        for each in micro_batches
+    )
 
 
 def filler_micro_batch(
@@ -283,7 +293,7 @@ def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int)
 
 
 def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
-    """Count loss tokens; summed over data-parallel ranks they make `Batch.num_loss_tokens`."""
+    """Count loss tokens; summed over data-parallel ranks they make `num_loss_tokens`."""
     return sum(int(micro_batch.loss_mask_N.sum(dtype=torch.int64)) for micro_batch in micro_batches)
 
 

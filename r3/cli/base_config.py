@@ -157,18 +157,11 @@ def base_of_run(folder: str) -> Base:
     except (OSError, UnicodeDecodeError, ConfigError):
         # A run of before, or its base is gone: its own settings are the base.
         return Base(name=folder, root=folder, root_config=config, log_dir=folder)
-    values = _changed(root_config, config)
+    values = changed_settings(root_config, config)
     return Base(name=folder, root=root, root_config=root_config, values=values, log_dir=folder)
 
 
-def base_of_config(config: Config) -> Base:
-    """The settings that a Python program gives, as differences from the defaults."""
-    values = _changed(Config(), config)
-    log_dir = config.log.dir or "runs/python"
-    return Base(name="Python", root="", root_config=Config(), values=values, log_dir=log_dir)
-
-
-def _changed(before: Config, after: Config) -> dict[str, Any]:
+def changed_settings(before: Config, after: Config) -> dict[str, Any]:
     """Settings of `after` that differ, by full names."""
     old = flatten(before)
     return {name: value for name, value in flatten(after).items() if value != old[name]}

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from r3 import extras
 from r3.checks import Report, examine, load_files
-from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
+from r3.cli.base_config import Base, base_of_run, find_base
 from r3.cli.words import Words, split_words
 from r3.config import (
     HIDDEN,
@@ -43,9 +43,8 @@ from r3.models.shape import ModelShape
 from r3.runtime.limits import too_small
 from r3.runtime.process import die_with_launcher, is_leader
 from r3.runtime.terminal import own_streams, say
-from r3.user_code.loading import forget_files
 
-_MODELS = ("model.path", "algo.teacher", "reward.model_path")
+MODELS = ("model.path", "algo.teacher", "reward.model_path")
 _LOADED_BY_CHECK = ("reward.model_path",)
 
 
@@ -97,7 +96,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         name, config = (base.name, base.config) if base else ("", Config())
         _leave(0, extras.help_texts().settings(name, config, words.topics))
     values = read_values(words.flags, problems, words.warnings)
-    config = _laid_over(base, values)
+    config = laid_over(base, values)
     world_size = _world_size(words, config, problems)
     device_gib, host_gib = None, None
     if {"device_gib", "host_gib"} & {*words.own}:
@@ -114,11 +113,11 @@ def parse(argv: Sequence[str]) -> Invocation:
         )
         _leave(answer[0], f"{base.name}: {answer[1]}" if answer[0] < 2 else answer[1])
 
-    fetched = () if dry_run else _LOADED_BY_CHECK if check else _MODELS
+    fetched = () if dry_run else _LOADED_BY_CHECK if check else MODELS
     # Before torch is imported, by a file of the user's or by the run, which may end in a crash.
     limits = [] if dry_run else [Problem(*each) for each in too_small()]
     loads = not (dry_run or limits)
-    report = _examine(config, base, words.flags, world_size, problems, fetched=fetched, loads=loads)
+    report = examined(config, base, words.flags, world_size, problems, fetched=fetched, loads=loads)
     problems += limits
     if not dry_run:
         for each in filter(_is_download, problems if check else ()):
@@ -130,7 +129,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         config,
         problems,
         plans=plans,
-        is_chosen=_folder_is_chosen(base, values),
+        is_chosen=folder_is_chosen(base, values),
         argv=argv,
     )
     doubts: list[str] = []
@@ -156,27 +155,8 @@ def parse(argv: Sequence[str]) -> Invocation:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)
-    found = _invocation(base, config, differences, world_size, check=check)
+    found = invocation_of(base, config, differences, world_size, check=check)
     return replace(found, read=report.read)
-
-
-def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """Values of flags `--section.field value`, for a command whose other flags are its own.
-
-    Args:
-        problems: gets everything that is wrong with the words.
-    """
-    words = split_words(argv, problems)
-    others = [*words.own, *sorted(words.switches)]
-    problems += [
-        Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
-    ]
-    rule = "is neither a flag nor a flag's value"
-    problems += [Problem("WORD", word, rule, "leave it out") for word in words.bases]
-    values = read_values(words.flags, problems, words.warnings)
-    for warning in words.warnings:
-        _say(f"warning: {warning}", error=True)
-    return values
 
 
 @contextmanager
@@ -193,41 +173,7 @@ def interruptible() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def from_python(
-    start: Config | str, settings: Mapping[str, object], *, world_size: int
-) -> Invocation:
-    """The run that a Python program asks for, checked like a command line; prints warnings.
-
-    Args:
-        start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values that override them, in sections or by full names such as "train.lr".
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: everything that is wrong with the settings.
-    """
-    forget_files()  # they may have been edited since an earlier call
-    base = find_base(start) if isinstance(start, str) else base_of_config(start)
-    problems: list[Problem] = []
-    notes = list(base.notes)
-    values = read_values(settings, problems, notes)
-    config = _laid_over(base, values)
-    report = _examine(config, base, values, world_size, problems, fetched=_MODELS, loads=True)
-    config, note = extras.placed(
-        config,
-        problems,
-        is_chosen=_folder_is_chosen(base, values),
-    )
-    if problems:
-        raise ConfigError(problems)
-    if note:
-        _say(note)
-    for warning in (*notes, *report.warnings):
-        _say(f"warning: {warning}", error=True)
-    return _invocation(base, config, base.describe(config), world_size)
-
-
-def _invocation(
+def invocation_of(
     base: Base, config: Config, differences: Sequence[str], world_size: int, *, check: bool = False
 ) -> Invocation:
     return Invocation(
@@ -240,7 +186,7 @@ def _invocation(
     )
 
 
-def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
+def laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     """The settings of a base with other values, with those that the objective brings, and with a
     folder of the run.
     """
@@ -255,12 +201,12 @@ def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     return config
 
 
-def _folder_is_chosen(base: Base, values: Mapping[str, object]) -> bool:
+def folder_is_chosen(base: Base, values: Mapping[str, object]) -> bool:
     """Whether a setting or R3_LOG_DIR names the run's folder; otherwise the base's name does."""
     return bool(values.get("log.dir") or base.config.log.dir or os.environ.get("R3_LOG_DIR"))
 
 
-def _examine(
+def examined(
     config: Config,
     base: Base,
     names: Collection[str],
@@ -312,7 +258,7 @@ def _examine(
     absent = [each for each in problems if _is_download(each) and each.place in fetched]
     if absent and all(map(_is_download, problems)):
         problems[:] = _downloaded(absent)
-        return _examine(config, base, names, world_size, problems, loads=loads)
+        return examined(config, base, names, world_size, problems, loads=loads)
     return report
 
 

@@ -35,7 +35,6 @@ from r3.config.reading import (
 from r3.config.resume import (
     ANOTHER_FOLDER,
     changes_of_run,
-    config_of_run,
     fixed_changes,
     folder_error,
     other_run,

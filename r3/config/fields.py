@@ -109,12 +109,6 @@ class Setting:
         rule = f"must be {'0 or ' * self.zero}{words}" if words else ""
         return f"{rule}: {self.why}" if self.why else rule
 
-    @property
-    def resume_in_words(self) -> str:
-        """Whether a resumed run may change it: yes, no, or "yes, unless ..."."""
-        end = f", {self.unless[1]}" if self.unless else ""
-        return f"yes{end}" if self.resume else "no"
-
     def may_change(self, started_with: Any) -> bool:
         """Whether a run that was started with this config may change it when it is resumed."""
         return self.resume and not (self.unless and self.unless[0](started_with))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.config.reading import from_yaml
-from r3.config.settings import SETTINGS, Config, flatten, with_values
+from r3.config.settings import SETTINGS, Config, flatten
 from r3.errors import ConfigError, Problem
 
 STARTED_FROM = ("model.path", "lora.start")
@@ -16,19 +16,6 @@ STARTED_FROM = ("model.path", "lora.start")
 ANOTHER_FOLDER = "another --log.dir"
 """What a user gives who starts a new run."""
 _SHOWN_CHANGES = 12
-
-
-def config_of_run(folder: Path) -> Config:
-    """The settings of a run for a command that reads its folder, in whatever working folder.
-
-    Raises:
-        ConfigError: config.yaml is not as R3 wrote it.
-        OSError: there is none.
-    """
-    config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-    values = flatten(config)
-    started = {name: path_from_start(folder, values, name) for name in STARTED_FROM}
-    return with_values(config, started)
 
 
 def path_from_start(folder: Path, settings: Mapping[str, str], name: str) -> str:

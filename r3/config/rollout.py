@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from r3.config.arguments import reward_names
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
@@ -174,11 +174,6 @@ class EnvConfig:
         return not self.path and not self.command
 
     @property
-    def in_words(self) -> str:
-        """The class, the command or the name of the environment."""
-        return self.path or self.command or self.name
-
-    @property
     def is_one_turn(self) -> bool:
         """Whether a conversation is the prompt and one response."""
         return self.is_built_in and self.name == "single_turn"
@@ -187,11 +182,6 @@ class EnvConfig:
     def may_reward(self) -> bool:
         """Whether the environment may give rewards itself, so that no function is asked."""
         return not self.is_built_in or self.name not in ("single_turn", "calculator")
-
-    @property
-    def command_arguments(self) -> dict[str, Any]:
-        """What the workflow that runs `command` is created with; nothing without a command."""
-        return {"command": self.command} if self.command else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,16 +321,6 @@ class RewardConfig:
     """model: seconds the first conversation of a batch waits for others. 0: do not wait."""
     model_tokens: int = setting(16384, ge=1, resume=True, needs="sampling model")
     """model: maximum padded tokens per batch. A single conversation may have more."""
-
-    @property
-    def in_words(self) -> str:
-        """The functions in one line: `math` or `math + 0.1 my.py:short`."""
-        if self.function == ("none",):
-            return "of the environment"
-        terms = zip(self.function, self.weights or (1.0,) * len(self.function), strict=True)
-        return " + ".join(
-            function if weight == 1.0 else f"{weight:g} {function}" for function, weight in terms
-        )
 
     @property
     def deciding(self) -> str:

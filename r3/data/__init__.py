@@ -4,7 +4,7 @@ from r3 import names_of
 
 __getattr__ = names_of(
     __name__,
-    prompts="DataError Dataset load_prompts prompts_from prompts_of_step source_labels turns",
+    prompts="DataError Dataset load_prompts prompts_from source_labels turns",
     rows="Columns Row RowProblem columns_of",
     sources="read_rows",
     template="Renderer load_tokenizer",

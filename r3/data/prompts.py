@@ -169,19 +169,13 @@ def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:
     return prompt.tokens_T, prompt.accepted, repr(read)
 
 
-def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
-    """Return the prompts of a step: a pure function, so resuming needs only the step's number.
-
-    Every epoch is a permutation seeded by (seed, epoch). Step s takes places s * count to
-    (s + 1) * count - 1 of the epochs, one after the other: nothing repeats inside an epoch, and a
-    step may begin in one epoch and end in the next. With weights every source has its own epochs,
-    and a place takes the next prompt of the source whose turn it is.
-    """
-    return prompts_from(dataset, seed=seed, start=step * count, count=count)
-
-
 def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list[Prompt]:
-    """Return the prompts at places start to start + count - 1 of that order.
+    """Return the prompts at places start to start + count - 1: a function of its arguments alone.
+
+    Every epoch is a permutation seeded by (seed, epoch), and places go through the epochs, one
+    after the other: nothing repeats inside an epoch, and a step may begin in one epoch and end in
+    the next. With weights every source has its own epochs, and a place takes the next prompt of the
+    source whose turn it is.
 
     Raises:
         ValueError: the data set is empty.

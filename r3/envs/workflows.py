@@ -163,7 +163,9 @@ class Workflows:
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.has_failed = False
         self._class = found
-        self._arguments = keyword_arguments(settings.args) | settings.command_arguments
+        self._arguments = keyword_arguments(settings.args)
+        if settings.command:
+            self._arguments["command"] = settings.command
         self._shown = announced(found, self._arguments, settings.path or found.__name__)
         self.tools: Sequence[Any] = self._shown[0]
         self.stop = tuple(dict.fromkeys([*self._shown[1], *settings.stop]))

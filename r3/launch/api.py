@@ -27,10 +27,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from r3 import extras
-from r3.cli.parse import Invocation, from_python
-from r3.config import Config, ConfigError, Problem, flatten
+from r3.cli.base_config import Base, changed_settings, find_base
+from r3.cli.parse import (
+    MODELS,
+    Invocation,
+    examined,
+    folder_is_chosen,
+    invocation_of,
+    laid_over,
+)
+from r3.config import Config, ConfigError, Problem, flatten, read_values
 from r3.launch.ranks import FINISHED, SIGNALS
 from r3.run.folder import RunDir, read_metrics
+from r3.runtime.terminal import say
+from r3.user_code.loading import forget_files
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _LAST_LINES = 10
@@ -111,6 +121,47 @@ def train(
     if not extras.result().says_finished(invocation):
         _run(invocation)
     return _result(invocation.config)
+
+
+def from_python(
+    start: Config | str, settings: Mapping[str, object], *, world_size: int
+) -> Invocation:
+    """The run that a Python program asks for, checked like a command line; prints warnings.
+
+    Args:
+        start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
+        settings: values that override them, in sections or by full names such as "train.lr".
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: everything that is wrong with the settings.
+    """
+    forget_files()  # they may have been edited since an earlier call
+    base = find_base(start) if isinstance(start, str) else _base_of_config(start)
+    problems: list[Problem] = []
+    notes = list(base.notes)
+    values = read_values(settings, problems, notes)
+    config = laid_over(base, values)
+    report = examined(config, base, values, world_size, problems, fetched=MODELS, loads=True)
+    config, note = extras.placed(
+        config,
+        problems,
+        is_chosen=folder_is_chosen(base, values),
+    )
+    if problems:
+        raise ConfigError(problems)
+    if note:
+        say(note)
+    for warning in (*notes, *report.warnings):
+        say(f"warning: {warning}", error=True)
+    return invocation_of(base, config, base.describe(config), world_size)
+
+
+def _base_of_config(config: Config) -> Base:
+    """The settings that a Python program gives, as differences from the defaults."""
+    values = changed_settings(Config(), config)
+    log_dir = config.log.dir or "runs/python"
+    return Base(name="Python", root="", root_config=Config(), values=values, log_dir=log_dir)
 
 
 def _named(settings: Mapping[str, object]) -> dict[str, object]:

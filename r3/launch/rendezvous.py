@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from r3.runtime.process import addresses, children
+from r3.runtime.process import addresses
 
 _PATIENCE_S = 8.0  # machines that start together meet within a second
 _CONNECT_S = 2.0
@@ -89,6 +89,16 @@ def _own_address(host: str, port: int) -> str:
         except OSError:  # also if the host has an address of version 6 only
             return ""
         return str(probe.getsockname()[0])
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started and that have not ended."""
+    import psutil
+
+    try:
+        return [each.pid for each in psutil.Process(parent).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager

@@ -10,7 +10,7 @@ parallelism, Megatron's sequence parallelism gives every tp rank's router a cont
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from r3.algo.sampling_mask import of_rows
 from r3.metrics.reduce import DEPTHS
-from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.mesh import Axis
 from r3.types import MicroBatch
 
 
@@ -45,73 +45,39 @@ def local_rows(cu_seqlens: Sequence[int], cp: Axis) -> slice | torch.Tensor:
     return slice(None) if cp.size == 1 else zigzag_rows(cu_seqlens, cp.rank, cp.size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalTokens:
-    """The tokens of a micro-batch that this rank computes, on its device. N here is N / cp.
+# What stays on the host: routers take their rows of the routes, and the head its columns.
+_ON_HOST = ("routed_experts_NLK", "real_N", "kept_counts_N", "kept_ids")
 
-    Attributes:
-        cu_seqlens: borders of this rank's parts of the sequences.
-        routes_NLK: rows of this rank's routers only, [N / tp, L, K].
-        captured_N: true at those rows that were captured, [N / tp].
-        num_captured: number of captured rows.
-        real_N: true at those rows that are not filler, [N / tp].
-        num_real: number of rows that are not filler.
-        depths_ND: 1 at the range of `DEPTHS` that a row's position is in, float64 [N / tp, D].
-        kept: `MicroBatch.kept_counts_N` and `kept_ids`, on the host; None: no set is restricted.
+
+def local_tokens(micro_batch: MicroBatch, cp: Axis, device: torch.device) -> MicroBatch:
+    """Return this rank's part of a micro-batch that all model-parallel ranks have. Local.
+
+    On the device is what model and loss read; routes and kept tokens stay on the host.
     """
-
-    tokens_N: torch.Tensor
-    targets_N: torch.Tensor
-    positions_N: torch.Tensor
-    loss_mask_N: torch.Tensor
-    sampled_N: torch.Tensor
-    current_N: torch.Tensor
-    rollout_logprobs_N: torch.Tensor
-    advantages_N: torch.Tensor
-    sequence_weights_N: torch.Tensor
-    cu_seqlens: tuple[int, ...]
-    routes_NLK: torch.Tensor
-    captured_N: torch.Tensor
-    num_captured: int
-    real_N: torch.Tensor
-    num_real: int
-    depths_ND: torch.Tensor
-    kept: tuple[torch.Tensor, torch.Tensor] | None
-
-
-def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> LocalTokens:
-    """Select this rank's tokens of a micro-batch that all model-parallel ranks have. Local."""
-    borders = micro_batch.cu_seqlens
-    rows = local_rows(borders, mesh.cp)
-
-    def mine(values_N: torch.Tensor) -> torch.Tensor:
-        return values_N[rows]
-
-    def seen_by_routers(values_N: torch.Tensor) -> torch.Tensor:
-        part, rest = divmod(values_N.shape[0], mesh.tp.size)
-        assert rest == 0, f"{values_N.shape[0]} tokens are not a multiple of tp"
-        return values_N[mesh.tp.rank * part : (mesh.tp.rank + 1) * part]
-
-    columns = (
-        *("tokens_N", "targets_N", "positions_N", "loss_mask_N", "sampled_N", "current_N"),
-        *("rollout_logprobs_N", "advantages_N", "sequence_weights_N"),
+    rows = local_rows(micro_batch.cu_seqlens, cp)
+    columns = {
+        name: getattr(micro_batch, name)[rows]
+        for name in MicroBatch.__slots__
+        if name.endswith(("_N", "_NLK"))
+    }
+    counts_N, kept_ids = micro_batch.kept_counts_N, micro_batch.kept_ids
+    return replace(
+        micro_batch,
+        **{name: c if name in _ON_HOST else c.to(device) for name, c in columns.items()},
+        cu_seqlens=tuple(border // cp.size for border in micro_batch.cu_seqlens),
+        kept_ids=of_rows(counts_N, kept_ids, rows)[1] if len(kept_ids) else kept_ids,
     )
-    captured_N = seen_by_routers(mine(micro_batch.captured_N))
-    real_N = seen_by_routers(mine(micro_batch.real_N))
-    starts = torch.tensor([*DEPTHS.values()])
-    place_N = (
-        torch.bucketize(seen_by_routers(mine(micro_batch.positions_N)), starts, right=True) - 1
-    )
-    return LocalTokens(
-        **{name: mine(getattr(micro_batch, name)).to(device) for name in columns},
-        cu_seqlens=tuple(border // mesh.cp.size for border in borders),
-        routes_NLK=seen_by_routers(mine(micro_batch.routed_experts_NLK)).to(device),
-        captured_N=captured_N.to(device),
-        num_captured=int(captured_N.sum()),
-        real_N=real_N.to(device),
-        num_real=int(real_N.sum()),
-        depths_ND=one_hot(place_N, len(DEPTHS)).double().to(device),
-        kept=of_rows(micro_batch.kept_counts_N, micro_batch.kept_ids, rows)
-        if len(micro_batch.kept_ids)
-        else None,
-    )
+
+
+def router_rows(tokens: MicroBatch, tp: Axis) -> slice:
+    """Return the rows of this rank's part of a micro-batch that its routers see."""
+    size, rest = divmod(tokens.num_tokens, tp.size)
+    assert rest == 0, f"{tokens.num_tokens} tokens are not a multiple of tp"
+    return slice(tp.rank * size, (tp.rank + 1) * size)
+
+
+def depths_ND(positions_N: torch.Tensor) -> torch.Tensor:
+    """Return 1 at the range of `DEPTHS` that each position is in, float64 [N, D]."""
+    starts = torch.tensor([*DEPTHS.values()], device=positions_N.device)
+    place_N = torch.bucketize(positions_N, starts, right=True) - 1
+    return one_hot(place_N, len(DEPTHS)).double()

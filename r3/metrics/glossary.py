@@ -86,14 +86,6 @@ def headlines(keys: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def is_wall_clock(key: str) -> bool:
-    """Whether a metric depends on the machine's speed and memory, and so differs between two equal
-    runs.
-    """
-    explain(key)
-    return key.startswith(("time/", "memory/")) or key.endswith("tokens_per_s")
-
-
 def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, float]:
     """Check the metrics that a user's function returned.
 
@@ -128,8 +120,3 @@ def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, flo
             raise ValueError(f"metric {name!r}: {key} is a metric of R3. Use another name")
         metrics[key] = found
     return metrics
-
-
-def is_users(key: str) -> bool:
-    """Whether a user's function reports this metric of training."""
-    return key.startswith(("env/", "reward/")) and key.count("/") == 1 and key not in GLOSSARY

@@ -70,6 +70,7 @@ class Meter:
         stream: the console; None = stdout.
 
     Attributes:
+        writers: TensorBoard and the tracker, on rank 0.
         console: shows what runs, lines from any thread, samples and rows.
         last_row: the newest row; empty before the first.
         last_step: its step, or that of the checkpoint that the run resumes from; -1 before both.
@@ -96,9 +97,9 @@ class Meter:
         self._run_dir = run_dir if axis.rank == 0 else None
         self._trace = trace
         self._watch = extras.mismatch_watch()
-        self._writers = [tracker] if tracker else []
+        self.writers = [tracker] if tracker else []
         if self._run_dir and config.log.tensorboard:
-            self._writers.append(
+            self.writers.append(
                 extras.tensorboard().Events(
                     self._run_dir.tensorboard, first_step, config.eval.name, self.console.line
                 )
@@ -209,7 +210,7 @@ class Meter:
                 self._write_rows()
             except OSError as error:
                 self.console.line(f"row of step {step} not written: {error}; it is kept")
-        for writer in self._writers:
+        for writer in self.writers:
             writer.log(row, step)
         self.console.row(row, step, self._steps, self._eta_s(row, step))
         for line in self._watch.lines(row, step):
@@ -233,20 +234,6 @@ class Meter:
         self._recent_s.append(_own_seconds(row))
         return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
 
-    def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give TensorBoard and the tracker the text of a few rows of a dump: the best, the worst
-        and a middle one by reward.
-        """
-        if rows and self._writers:
-            ordered = sorted(rows, key=lambda row: row["reward"])
-            middle = ordered[len(rows) // 2]
-            chosen = {"worst": ordered[0], "middle": middle, "best": ordered[-1]}
-            texts = {
-                name: extras.tensorboard().sample_markdown(row) for name, row in chosen.items()
-            }
-            for writer in self._writers:
-                writer.log_samples(texts, step)
-
     def __enter__(self) -> Meter:
         return self
 
@@ -264,7 +251,7 @@ class Meter:
         except OSError:
             if not failed:
                 raise
-        for writer in self._writers:
+        for writer in self.writers:
             writer.close(failed=failed)
 
     def _beat(self) -> None:

@@ -184,9 +184,6 @@ def _total_load(loads: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(loads, np.int64).sum(0) if loads else np.zeros(0, np.int64)
 
 
-SHADOW = ("k3", "f2", "abs_p99", "abs_max")
-"""Metrics that the paired passes with replayed and with live routes compare."""
-
 DEPTHS = {"0-1k": 0, "1-4k": 1024, "4-16k": 4096, "16k_up": 16384}
 """Ranges of positions in a conversation, and their first position."""
 
@@ -272,12 +269,6 @@ def mismatch(
             sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count
         ),
     }
-
-
-def shadow(*tokens: Tensor) -> dict[str, Partial]:
-    """The metrics of `SHADOW`, as `mismatch` computes them."""
-    panel = mismatch(*tokens)
-    return {key: panel[key] for key in SHADOW}
 
 
 def means(

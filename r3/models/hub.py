@@ -53,12 +53,6 @@ def command(path: str) -> str:
     return repo if revision == "main" else f"{repo} --revision {revision}"
 
 
-def cache_folder() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
-
-
 def cached_folder(repo: str, revision: str) -> Path | None:
     """The folder of a model in the cache, if it has all of its small files."""
     from huggingface_hub import snapshot_download

@@ -244,14 +244,6 @@ class ModelShape(ModelSizes):
         return replace(self, moe_names=replace(self.moe_names, stacked=stacked))
 
     @property
-    def left_out(self) -> str:
-        """What of the checkpoint R3 does not load, train or export; empty if there is nothing."""
-        layers = f"{self.num_mtp_layers} multi-token-prediction layers"
-        vision = "the vision model"
-        parts = [(layers, bool(self.num_mtp_layers)), (vision, self.is_wrapped)]
-        return " and ".join(part for part, is_there in parts if is_there)
-
-    @property
     def context(self) -> str:
         """The longest conversation, as messages name it."""
         why = " (index_topk: R3 has no sparse attention)" if self.index_topk else ""
@@ -303,17 +295,3 @@ class ModelShape(ModelSizes):
         if self.latent:
             return kept * (self.latent.kv_rank + self.latent.rope_size)
         return 2 * kept * self.num_kv_heads * self.head_dim
-
-    def state_bytes(self, dtype: str) -> int:
-        """Bytes that gated delta layers keep in an engine for a conversation, whatever its length.
-
-        Args:
-            dtype: the engine's, that of the state too unless config.json has another one for it.
-        """
-        if self.delta is None:
-            return 0
-        sizes = self.delta
-        state = sizes.value_heads * sizes.key_size * sizes.value_size
-        convolution = (2 * sizes.keys + sizes.values) * (sizes.taps - 1)
-        of_layer = state * BYTES_OF[sizes.state_dtype or dtype] + convolution * BYTES_OF[dtype]
-        return len(self.delta_layers) * of_layer

@@ -31,7 +31,7 @@ from r3.rollout.step import BudgetError, Collected
 from r3.rollout.step_rewards import gather_rewards
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt, Sample
+from r3.types import Prompt, Rollout, Sample
 
 _FILES = "partial_rollouts_"
 _DROPPED = "rollout/dropped_by_budget"
@@ -177,6 +177,17 @@ def _read(content: bytes) -> PartialRollouts:
     return partial
 
 
+def num_stale_tokens(rollout: Rollout, policy_version: int) -> int:
+    """Count the tokens of a rollout that versions older than this one sampled."""
+    first = next(
+        (token for token, sampler in rollout.segments if sampler >= policy_version),
+        len(rollout.tokens_T),
+    )
+    if not rollout.segments and rollout.policy_version >= policy_version:
+        return 0
+    return int(rollout.loss_mask_T[:first].sum())
+
+
 # --- steps --------------------------------------------------------------------------------------
 
 
@@ -278,7 +289,7 @@ class PartialSource(RefillingSource):
         samples = [each for each in finished if each.rollout.group in complete]
         samples.sort(key=lambda each: each.rollout.key)
         rewards = gather_rewards(samples, mesh.world, config)
-        stale = sum(each.rollout.num_stale_tokens(step - 1) for each in samples)
+        stale = sum(num_stale_tokens(each.rollout, step - 1) for each in samples)
         sampled = sum(each.rollout.num_response_tokens for each in samples)
         of_step = {
             "rollout/carried": Sum(float(len(suspended))),

@@ -17,9 +17,8 @@ from r3.algo.loss import (
     teacher_advantage,
 )
 from r3.config import Config
-from r3.layers.layout import LocalTokens
 from r3.runtime.mesh import Axis
-from r3.types import Batch
+from r3.types import MicroBatch
 from r3.user_code.algorithm import bounds_of, loss_of
 
 
@@ -57,8 +56,7 @@ PolicyLoss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 def policy_loss(
     config: Config,
-    batch: Batch,
-    tokens: LocalTokens,
+    tokens: MicroBatch,
     cp: Axis,
     logprobs_N: torch.Tensor,
     passes: Passes,
@@ -66,7 +64,7 @@ def policy_loss(
     number: int = 0,
     entropy_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute a micro-batch's share of the batch's loss.
+    """Compute a micro-batch's share of the update's loss.
 
         loss = aggregate( w_t L_t + kl_coef KL_t - entropy_coef H_t )
 
@@ -75,8 +73,7 @@ def policy_loss(
 
     Args:
         config: the sections `algo` and `rollout` are read.
-        batch: gives the global denominators.
-        tokens: the micro-batch's tokens of this rank.
+        tokens: this rank's part of the micro-batch.
         cp: context-parallel ranks.
         logprobs_N: log-probabilities of the targets, with gradient.
         passes: what other policies give the targets. A teacher's part is added to the advantages,
@@ -133,8 +130,8 @@ def policy_loss(
         tokens.loss_mask_N,
         tokens.sequence_weights_N,
         kind=algo.aggregation,
-        num_loss_tokens=batch.num_loss_tokens,
-        num_sequences=batch.num_sequences,
+        num_loss_tokens=tokens.num_loss_tokens,
+        num_sequences=tokens.num_sequences,
         max_response_tokens=config.rollout.max_response_tokens,
     )
     return loss, stats

@@ -11,7 +11,6 @@ import torch
 
 from r3 import extras
 from r3.config import Config, TrainConfig
-from r3.layers.layout import LocalTokens
 from r3.metrics.reduce import Mean, PerLayer, mismatch
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
@@ -25,9 +24,9 @@ from r3.routing.replay import Replay, attach_replay
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, cuda_type_names
 from r3.runtime.tensors import SharedTensor, share, to_host
-from r3.types import Batch, Update
+from r3.types import Batch, MicroBatch, Update
 
-OnScores = Callable[[int, LocalTokens, torch.Tensor], None]
+OnScores = Callable[[int, MicroBatch, torch.Tensor], None]
 
 
 class Policy(ScoringPolicy):
@@ -209,7 +208,7 @@ class Policy(ScoringPolicy):
     ) -> Mapping[str, Any]:
         """Compute the gradients of `batch`, reduced over data-parallel ranks. All ranks must call.
 
-        Each micro-batch's loss is a sum over its tokens divided by the batch's global denominator;
+        Each micro-batch's loss is a sum over its tokens divided by the update's global denominator;
         micro-batches and data-parallel ranks add up without another division.
 
         Args:
@@ -230,12 +229,11 @@ class Policy(ScoringPolicy):
         self.optimizer.zero_grad()
         seen: list[dict[str, torch.Tensor]] = []
 
-        def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
+        def loss_of(number: int, tokens: MicroBatch, scores_2N: torch.Tensor) -> torch.Tensor:
             logprobs_N, entropy_N = scores_2N
             on_scores(number, tokens, logprobs_N.detach())
             share, stats = loss(
                 self.config,
-                batch,
                 tokens,
                 self.mesh.cp,
                 logprobs_N,
@@ -260,7 +258,7 @@ class Policy(ScoringPolicy):
         mode = self._mode("replay" if self.config.replays else "live")
         with self.replay.schedule(mode, training=True) as ledger_of:
             self._run_schedule(
-                batch.micro_batches,
+                batch,
                 loss_of,
                 forward_only=False,
                 recorded_routes=passes.recorded,

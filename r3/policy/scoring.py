@@ -16,7 +16,7 @@ from torch import nn
 from r3 import extras
 from r3.algo.packing import filler_micro_batch
 from r3.layers.attention import packed_params
-from r3.layers.layout import LocalTokens, local_tokens
+from r3.layers.layout import depths_ND, local_tokens, router_rows
 from r3.models.shape import ModelShape
 from r3.routing.ledger import ReplayLedger
 from r3.routing.replay import Mode, Replay
@@ -85,9 +85,9 @@ class ScoringPolicy:
                 of an earlier pass over the same micro-batches.
         """
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        seen: list[LocalTokens] = []
+        seen: list[MicroBatch] = []
 
-        def keep(_number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
+        def keep(_number: int, tokens: MicroBatch, scores_2N: torch.Tensor) -> torch.Tensor:
             outputs.append((scores_2N[0], scores_2N[1]))
             seen.append(tokens)
             return scores_2N.new_zeros(())
@@ -114,7 +114,7 @@ class ScoringPolicy:
     def _run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
-        on_scores: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
+        on_scores: Callable[[int, MicroBatch, torch.Tensor], torch.Tensor],
         *,
         forward_only: bool,
         recorded_routes: Sequence[torch.Tensor] | None = None,
@@ -131,22 +131,30 @@ class ScoringPolicy:
             iterator: Iterator[tuple[int, MicroBatch]], model: Any
         ) -> tuple[torch.Tensor, Any]:
             number, micro_batch = next(iterator)
-            tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
-            is_filler = number >= len(micro_batches)
-            routes_NLK, compared_N, rows = tokens.routes_NLK, tokens.captured_N, tokens.num_captured
+            device, is_filler = self.device.torch, number >= len(micro_batches)
+            tokens = local_tokens(micro_batch, self.mesh.cp, device)
+            own = router_rows(tokens, self.mesh.tp)
+            routes_NLK, compared_N = tokens.routed_experts_NLK[own], tokens.captured_N[own]
             # A stage of dense layers has recorded no routes.
             if recorded_routes and not is_filler:
-                routes_NLK = recorded_routes[number].to(self.device.torch)
-                compared_N, rows = tokens.real_N, tokens.num_real
-            depths_ND = tokens.depths_ND * compared_N[:, None]
-            self.replay.load(routes_NLK, compared_N, rows=rows, depths_ND=depths_ND, model=model)
-            get_attr_wrapped_model(model, "head", return_model_obj=True).kept = tokens.kept
+                routes_NLK, compared_N = recorded_routes[number], tokens.real_N[own]
+            rows, compared_N = int(compared_N.sum()), compared_N.to(device)
+            self.replay.load(
+                routes_NLK.to(device),
+                compared_N,
+                rows=rows,
+                depths_ND=depths_ND(tokens.positions_N[own]) * compared_N[:, None],
+                model=model,
+            )
+            head = get_attr_wrapped_model(model, "head", return_model_obj=True)
+            is_restricted = len(micro_batch.kept_ids) > 0
+            head.kept = (tokens.kept_counts_N, tokens.kept_ids) if is_restricted else None
             scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
                 None,
                 labels=tokens.targets_N[None],
-                packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
+                packed_seq_params=packed_params(micro_batch.cu_seqlens, device),
             )
 
             if model is self.wrapped[-1] and not is_filler:

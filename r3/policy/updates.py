@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -13,14 +13,13 @@ import torch
 from r3 import extras
 from r3.algo.loss import kl_penalty
 from r3.config import AlgoConfig, Config
-from r3.layers.layout import LocalTokens
 from r3.metrics.reduce import Mean, mismatch
 from r3.policy.objective import NONE_MADE, Passes, PolicyLoss, policy_loss
 from r3.policy.policy import Policy
 from r3.policy.scoring import TokenScores
 from r3.routing.ledger import routing_metrics
 from r3.routing.replay import Mode
-from r3.types import Batch
+from r3.types import Batch, MicroBatch
 
 ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
 Panel = Callable[..., Mapping[str, Any]]
@@ -72,11 +71,11 @@ def earlier_passes(
         is to be taken from its reward.
     """
     algo, mode, passes = config.algo, _mode(policy, config), NONE_MADE
-    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    flat = [*chain.from_iterable(batches)]
     bypasses = algo.correction == "bypass"
     scores_first = _scores_first(algo, mode)
     if scores_first or (len(batches) > 1 and not bypasses and sampled):
-        unscored = 0 if scores_first else len(batches[0].micro_batches)
+        unscored = 0 if scores_first else len(batches[0])
         scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
         recorded = scores.ledger.recorded if mode == "r2" else None
         passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
@@ -130,10 +129,10 @@ def train_on(
     """
     mode = _mode(policy, config)
     every = config.replay.shadow_every if mode == "r3" else 0
-    first = batches[0].micro_batches  # its update's own forward is at the rollout's weights
+    first = batches[0]  # its update's own forward is at the rollout's weights
     sample = None
     if every and (step - 1) % every == 0:
-        total = sum(one.num_tokens for batch in batches for one in batch.micro_batches)
+        total = sum(one.num_tokens for batch in batches for one in batch)
         tokens = math.ceil(config.replay.shadow_frac * total)
         sample = extras.shadow_sample(policy, first, tokens, turn=(step - 1) // every)
     # Micro-batches whose old log-probabilities are those of their own update.
@@ -141,10 +140,10 @@ def train_on(
     # Whether live and replayed routes were compared, at the rollout's weights.
     compared = mode == "r3" and not unscored
 
-    borders = list(pairwise(accumulate((len(each.micro_batches) for each in batches), initial=0)))
+    borders = list(pairwise(accumulate(map(len, batches), initial=0)))
     of_first: list[torch.Tensor] = []  # old log-probabilities that the first update computes
 
-    def keep(number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
+    def keep(number: int, tokens: MicroBatch, logprobs_N: torch.Tensor) -> None:
         of_first.append(logprobs_N)
         if sample:
             sample.keep(number, tokens, logprobs_N)
@@ -210,7 +209,7 @@ def kl_of_rollouts(
         algo: names the estimator.
         report: receives the mean KL.
     """
-    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    flat = [*chain.from_iterable(batches)]
     own: list[tuple[int, float]] = []
     # Other ranks have the same tokens or none. Under context parallelism every rank has a part of
     # each response.

@@ -276,11 +276,6 @@ class Scorer:
             pass
         return results[0]
 
-    def untried(self, prompt: Prompt) -> dict[str, str]:
-        """Functions that `trial` leaves out for this prompt, each with what it lacks."""
-        chosen = [each.of(prompt) for each in self.components]
-        return {each.name: each.lacks for each in chosen if each.lacks}
-
     def trial(self, rollout: Rollout, prompt: Prompt) -> RewardResult | None:
         """Score one conversation before the run has started, by the functions that need no more.
 

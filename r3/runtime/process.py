@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_MOST_FILES = 1 << 16  # some libraries go through all that are allowed
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,25 +59,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before that line
         os._exit(1)
-
-
-def children(parent: int) -> list[int]:
-    """The processes that a process has started and that have not ended."""
-    import psutil
-
-    try:
-        return [each.pid for each in psutil.Process(parent).children()]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows it; returns how many those are."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(soft, most)
 
 
 def die_with_launcher() -> None:

@@ -143,7 +143,7 @@ def distribute(
         _batch(update, lengths, received, mesh, shape, spec, num_layers=len(places))
         for update in plan
     ]
-    packed = (micro_batch for batch in batches for micro_batch in batch.micro_batches)
+    packed = (micro_batch for batch in batches for micro_batch in batch)
     faults = filter(None, (find_damage(micro_batch, received) for micro_batch in packed))
     ledger.raise_together(next(faults, ""), mesh.world)
 
@@ -172,8 +172,8 @@ def _batch(
 ) -> Batch:
     """This rank's share of an update, with global denominators."""
     members = [lengths[index] for index in update.rollout_ids]
-    return Batch(
-        micro_batches=tuple(
+    return packing.as_batch(
+        (
             pack_for(
                 mesh,
                 shape,

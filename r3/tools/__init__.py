@@ -9,14 +9,17 @@ __getattr__ = names_of(
         "example_rewards loss_fault"
     ),
     coded_routes="CheckFailed coded_experts read_back_coded_routes",
-    dumps="join_arrays read_rollouts rollout_facts trained_samples write_rollouts",
+    dumps=(
+        "TrainedSample join_arrays read_rollouts rollout_facts show_samples trained_samples "
+        "write_rollouts"
+    ),
     health="Facts findings measure",
     proof="prove_sync prove_weights sample_single_turn turned",
     **{
         "beside.header": "frozen_lines",
         "beside.lines": "fitted",
         "beside.step_notes": "StepNotes constant_layers limit_notes",
-        "mismatch.shadow": "part_of",
+        "mismatch.shadow": "part_of shadow",
         "mismatch.jumps": "MismatchWatch growth",
         "rows.sources": "files_of",
         "view.runs": "read_run",

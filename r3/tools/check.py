@@ -156,8 +156,9 @@ def _check_reward(
             yield f"    {who}reward: not called, because {prompt.id} has no reference answer"
             continue
         result = scorer.trial(reference_rollout(task, prompt), prompt)
-        for name, lacks in scorer.untried(prompt).items():
-            yield f"    {who}reward {name}: not called, because {lacks}"
+        for each in (component.of(prompt) for component in scorer.components):
+            if each.lacks:
+                yield f"    {who}reward {each.name}: not called, because {each.lacks}"
         if result is None:
             continue
         yield _scored(result, scorer, prompt, who, may_reward=may_reward)

@@ -194,7 +194,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
     )
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
-        policy.score(batch.micro_batches, mode="replay")
+        policy.score(batch, mode="replay")
     slots = reader.count_slots()
     trained = ""
     if config.replays:
@@ -204,5 +204,5 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
         trained = f"; a training pass (recompute {config.model.recompute}) used each exactly once"
     return (
         f"{slots} coded (token, layer) slots read back right, each once, "
-        f"from {len(batch.micro_batches)} micro-batch(es) per rank{trained}"
+        f"from {len(batch)} micro-batch(es) per rank{trained}"
     )

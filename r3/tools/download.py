@@ -21,7 +21,6 @@ from r3.models.hub import (
     INDEX,
     SMALL_FILES,
     ShapeError,
-    cache_folder,
     cached_folder,
     command,
     parsed,
@@ -31,6 +30,12 @@ T = TypeVar("T")
 
 _WHOLE = "model.safetensors"
 _KEPT_FREE = 2**30  # bytes of the disk
+
+
+def cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 def fetch_small(path: str) -> Path:

@@ -67,13 +67,20 @@ def section(title: str, text: str) -> str:
     return f"{title}\n{textwrap.indent(text, '  ')}"
 
 
+def left_out(shape: ModelShape) -> str:
+    """What of the checkpoint R3 does not load, train or export; empty if there is nothing."""
+    layers = f"{shape.num_mtp_layers} multi-token-prediction layers"
+    parts = [(layers, bool(shape.num_mtp_layers)), ("the vision model", shape.is_wrapped)]
+    return " and ".join(part for part, is_there in parts if is_there)
+
+
 def _model(shape: ModelShape) -> str:
     kind = "dense"
     if shape.moe_layers:
         experts = f"{shape.num_experts} experts, {shape.topk} per token"
         kind = f"{len(shape.moe_layers)} MoE layers of {experts}"
-    if shape.left_out:
-        kind += f" ({shape.left_out} are not loaded)"
+    if absent := left_out(shape):
+        kind += f" ({absent} are not loaded)"
     if shape.quantised:
         kind += f", weights in {shape.quantised} that are read as bfloat16"
     return (

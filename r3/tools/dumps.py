@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -15,14 +15,16 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from r3.algo.advantage import Reward
+from r3.metrics.meter import Meter
 from r3.rollout import readable
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
 from r3.sync.rollouts import send_samples
+from r3.tools.tensorboard import sample_markdown
 from r3.tools.view.panels import conversation
 from r3.tools.view.samples import sample_of
-from r3.types import Prompt, Rollout, Sample, SamplingMask, TrainedSample
+from r3.types import Prompt, Rollout, Sample, SamplingMask
 
 if TYPE_CHECKING:
     from r3.run.session import Session
@@ -91,6 +93,34 @@ def _offsets(lengths: Iterable[int]) -> np.ndarray:
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
+def show_samples(meter: Meter, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Give TensorBoard and the tracker the text of a few rows of a dump: the best, the worst and a
+    middle one by reward.
+    """
+    if rows and meter.writers:
+        ordered = sorted(rows, key=lambda row: row["reward"])
+        middle = ordered[len(rows) // 2]
+        chosen = {"worst": ordered[0], "middle": middle, "best": ordered[-1]}
+        texts = {name: sample_markdown(row) for name, row in chosen.items()}
+        for writer in meter.writers:
+            writer.log_samples(texts, step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedSample(Sample):
+    """A sample after its step.
+
+    Attributes:
+        shaped_reward: what its advantage was made of: the reward minus the overlong penalty and,
+            with algo.kl_in reward, minus the KL.
+        trains: False if it counted for its group's baseline and had no loss.
+    """
+
+    shaped_reward: float
+    advantage: float
+    trains: bool = True
+
+
 def record_samples(
     run: Session,
     step: int,
@@ -114,7 +144,7 @@ def record_samples(
     )
     if dumps:
         dumped = dump_rollouts(run.folder, step, trained, run.mesh.world, prompts)
-        run.meter.show_samples(step, dumped)
+        show_samples(run.meter, step, dumped)
     if shows:
         item = trained[step // log.show_every % len(trained)]  # each time another place
         prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)

@@ -1,4 +1,4 @@
-"""Call users' code: copies of its arguments, its numbers, how it failed; a worker's program.
+"""Call users' code: copies of its arguments, its numbers, how it failed.
 
 Environments, workflows, rewards, losses and advantages get copies. If one changes what it was
 given, no other call, sample, step or retry sees the change. A run may start hundreds of workers, so
@@ -11,22 +11,19 @@ import copy
 import inspect
 import math
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache
-from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from r3.runtime.process import die_with_parent
 from r3.types import Message, Prompt
-from r3.user_code.loading import as_named, load
+from r3.user_code.loading import as_named
 
 if TYPE_CHECKING:
     import asyncio
@@ -255,26 +252,3 @@ def _from_users_code(frames: TracebackType | None) -> TracebackType | None:
     while frames and os.path.abspath(frames.tb_frame.f_code.co_filename).startswith(package):
         frames = frames.tb_next
     return frames
-
-
-def serve(descriptor: int) -> None:
-    """Run a worker process: load, report, then serve calls until the connection closes."""
-    connection = Connection(descriptor)
-    parent, preload, sys.path[:] = connection.recv()  # users' files import as in the run itself
-    die_with_parent(parent)
-    _, failure = outcome(lambda: [load(spec) for spec in preload], ())
-    connection.send((None, failure))
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
-            return
-        except BaseException as error:
-            # The function or its arguments cannot be unpickled here: that is the call's result.
-            connection.send((None, failure_of(error)))
-            continue
-        value, failure = outcome(function, arguments)
-        try:
-            connection.send((value, failure))
-        except BaseException as error:  # the value cannot be pickled
-            connection.send((None, failure_of(error)))

@@ -100,7 +100,7 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
     def scored(change: Callable[[Rollout], Rollout]) -> tuple[dict[str, float], torch.Tensor]:
         samples = [replace(each, rollout=change(each.rollout)) for each in collected.samples]
         batch = world.batch_of(replace(collected, samples=samples), 512)
-        scores = world.policy.score(batch.micro_batches, mode="replay")
+        scores = world.policy.score(batch, mode="replay")
         masks = [each > 0 for each in scores.loss_mask]
         logprobs = [each[mask] for each, mask in zip(scores.logprobs, masks, strict=True)]
         own = torch.cat(logprobs) if logprobs else torch.zeros(0)

@@ -17,7 +17,6 @@ from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.tools.planning import memory_plan as plan
-from r3.types import Batch
 from tests.memory import peak_bytes
 from tests.policies import one_update
 from tests.tiny import random_rollouts
@@ -73,8 +72,8 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]
         topk=shape.topk,
     )
     assert micro_batch.num_tokens == config.train.micro_batch_tokens
-    batch = Batch(
-        micro_batches=(micro_batch,),
+    batch = packing.as_batch(
+        (micro_batch,),
         num_loss_tokens=packing.count_loss_tokens([micro_batch]),
         num_sequences=len(rollouts),
     )

@@ -95,7 +95,7 @@ def paired(
     rows = []
     for collected in rounds:
         batch = world.batch_of(collected, 4096)
-        flat = batch.micro_batches
+        flat = batch
         if not world.engine.capture:
             rows.append(SimpleNamespace(live=figures_of(world.policy.score(flat, mode="live"))))
             continue
@@ -105,7 +105,7 @@ def paired(
             SimpleNamespace(
                 live=figures_of(live),
                 replay=figures_of(world.policy.score(flat, mode="replay")),
-                tokens=batch.num_loss_tokens,
+                tokens=batch[0].num_loss_tokens,
                 slots_differ=slots,
                 tokens_differ=tokens,
             )

@@ -315,7 +315,7 @@ def trained(stepper: Stepper, config: Config) -> SimpleNamespace:
     old = {keys.index(each.key) for each in rollouts if each.policy_version < current}
     marked = {
         index
-        for micro_batch in batch.micro_batches
+        for micro_batch in batch
         for index, (start, end) in zip(
             micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
         )

@@ -57,14 +57,14 @@ def head(device: Device, *, fp32: bool, model: str = "") -> SimpleNamespace:
     policy.chunks[0].decoder.final_layernorm.register_forward_hook(
         lambda _module, _inputs, states: hidden.append(states[:, 0].double())
     )
-    scores = policy.score(batch.micro_batches, mode="replay")
+    scores = policy.score(batch, mode="replay")
     weight = policy.chunks[0].output_layer.weight.double()
     exact_N = torch.cat(
         [
             (states @ weight.t())
             .log_softmax(-1)
             .gather(-1, micro_batch.targets_N[:, None].to(states.device))[:, 0]
-            for states, micro_batch in zip(hidden, batch.micro_batches, strict=True)
+            for states, micro_batch in zip(hidden, batch, strict=True)
         ]
     )
     columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)]

@@ -57,12 +57,12 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> SimpleNam
     k3 = {}
     modes: tuple[Mode, ...] = ("replay", "live")
     for mode in modes:
-        scores = policy.score(batch.micro_batches, mode=mode)
+        scores = policy.score(batch, mode=mode)
         columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
         part = mismatch(*(torch.cat(column) for column in columns))["k3"]
         k3[mode] = type(part).reduce([part])
     slots = wrong = 0
-    for i, micro_batch in enumerate(batch.micro_batches):
+    for i, micro_batch in enumerate(batch):
         captured = micro_batch.captured_N
         for position, layer in enumerate(policy.shape.moe_layers):
             rows = micro_batch.routed_experts_NLK[:, position].long()[captured]

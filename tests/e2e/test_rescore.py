@@ -19,8 +19,8 @@ from r3.assets import TINY_MOE
 from r3.config import ConfigError, flatten, to_yaml
 from r3.rescore import FIGURES, parse
 from r3.run import RunDir, write_text
-from r3.tools import write_rollouts
-from r3.types import Rollout, TrainedSample
+from r3.tools import TrainedSample, write_rollouts
+from r3.types import Rollout
 from tests.run_folder import rollout
 from tests.runs import torchrun
 from tests.tiny import tiny_config

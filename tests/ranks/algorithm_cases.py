@@ -12,7 +12,7 @@ import torch
 
 from r3.algo.advantage import Reward, advantages_of, dr_grpo, less_kl
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
-from r3.algo.packing import with_advantages
+from r3.algo.packing import as_batch, with_advantages
 from r3.layers import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
 from r3.policy import Passes, Policy, TokenScores, kl_of_rollouts, policy_loss
@@ -42,15 +42,15 @@ def losses(device: Device, *, cp: int) -> dict[str, SimpleNamespace]:
     micro_batch = pack_for(mesh, shape, rollouts, num_layers=len(shape.moe_layers))
     advantages_R = torch.tensor([(-1.0) ** index * (0.5 + index) for index in rollouts])
     batch = with_advantages(
-        Batch(
-            micro_batches=(micro_batch,),
+        as_batch(
+            (micro_batch,),
             num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
             num_sequences=len(rollouts),
         ),
         advantages_R,
     )
-    (micro_batch,) = batch.micro_batches
-    tokens = local_tokens(micro_batch, mesh, device.torch)
+    (micro_batch,) = batch
+    tokens = local_tokens(micro_batch, mesh.cp, device.torch)
     # Policies near the engine's, made of what travels with the token and so the same in every
     # layout.
     mu_N = micro_batch.rollout_logprobs_N
@@ -65,7 +65,7 @@ def losses(device: Device, *, cp: int) -> dict[str, SimpleNamespace]:
         logprobs_N = now_N.clone().requires_grad_()
         changed = replace(config, algo=replace(config.algo, **settings))
         loss, stats = policy_loss(
-            changed, batch, tokens, mesh.cp, logprobs_N, Passes(old=[old_N]), entropy_N=-now_N
+            changed, tokens, mesh.cp, logprobs_N, Passes(old=[old_N]), entropy_N=-now_N
         )
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         on_N = tokens.loss_mask_N
@@ -129,9 +129,9 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> Sim
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape)
     one_update(policy, batch, total_updates=1)  # away from the reference
-    old = policy.score(batch.micro_batches, mode="replay").logprobs
+    old = policy.score(batch, mode="replay").logprobs
     with policy.reference_weights():
-        reference = policy.score(batch.micro_batches, mode="replay")
+        reference = policy.score(batch, mode="replay")
     count = len(LENGTHS)
     rewards_R = torch.arange(count).double() % 3
     groups_R = torch.arange(count) // 2
@@ -145,7 +145,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> Sim
     episodes = with_advantages(batch, _advantages_less(by_episode, kl))
     by_hand = torch.zeros(count, dtype=torch.float64)
     if mesh.world.size == 1:
-        for number, micro_batch in enumerate(batch.micro_batches):
+        for number, micro_batch in enumerate(batch):
             kl_N = kl_penalty(old[number], reference.logprobs[number], estimator="k1")
             spans = pairwise(micro_batch.cu_seqlens)
             for index, (start, end) in zip(micro_batch.rollout_ids, spans, strict=True):
@@ -175,13 +175,10 @@ def _half_filtered(
     rewards: list[Reward],
 ) -> list[float]:
     """Advantages of the whole step if every other response has no loss, as with overlong_filter."""
-    kept = [
-        replace(one, loss_mask_N=one.loss_mask_N * _of_even_rollouts(one))
-        for one in batch.micro_batches
-    ]
+    kept = [replace(one, loss_mask_N=one.loss_mask_N * _of_even_rollouts(one)) for one in batch]
     kl = kl_of_rollouts(
         policy,
-        [replace(batch, micro_batches=tuple(kept))],
+        [tuple(kept)],
         old,
         replace(reference, loss_mask=tuple(one.loss_mask_N for one in kept)),
         policy.config.algo,
@@ -207,7 +204,7 @@ def _of_even_rollouts(micro_batch: MicroBatch) -> torch.Tensor:
 def _advantages(batch: Batch, mesh: Mesh) -> list[float]:
     """The advantage of every rollout, of all ranks."""
     advantages: dict[int, float] = {}
-    for micro_batch in batch.micro_batches:
+    for micro_batch in batch:
         spans = pairwise(micro_batch.cu_seqlens)
         for index, (start, end) in zip(micro_batch.rollout_ids, spans, strict=True):
             if index >= 0:
@@ -231,7 +228,7 @@ def filtered(policy: Policy) -> SimpleNamespace:
     (batch,), _ = distribute(samples, policy.mesh, policy.shape, spec)
     update, metrics = one_update(policy, batch, total_updates=10)
     return SimpleNamespace(
-        denominators=[batch.num_loss_tokens, batch.num_sequences],
+        denominators=[batch[0].num_loss_tokens, batch[0].num_sequences],
         grad_norm=update.grad_norm,
         loss=metrics["loss/total"].total,
         entropy_over=metrics["policy/entropy"].count,

@@ -46,7 +46,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
     def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
         pairs = zip(collected.samples, changed, strict=True)
         samples = [replace(sample, rollout=rollout) for sample, rollout in pairs]
-        return world.batch_of(replace(collected, samples=samples), 1024).micro_batches
+        return world.batch_of(replace(collected, samples=samples), 1024)
 
     def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> SimpleNamespace:
         with read_back(policy) as maps:

@@ -10,11 +10,10 @@ import torch
 
 from r3.algo.advantage import Reward
 from r3.config import Config, with_values
-from r3.layers import LocalTokens
 from r3.policy import Policy
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
-from r3.types import Batch
+from r3.types import Batch, MicroBatch
 from tests.policies import LENGTHS, batches_of, build, policy_of, step_rewards, train_step
 from tests.tiny import tiny_config
 
@@ -89,8 +88,8 @@ def epochs(
         off_by_rescored=off_by(count=count, rescored=True)[0],
         off_by_live=off_by(count=count, live=True)[0],
         scored=reported.scored.get("replay", 0),
-        of_first=len(batches[0].micro_batches),
-        of_step=sum(len(batch.micro_batches) for batch in batches),
+        of_first=len(batches[0]),
+        of_step=sum(map(len, batches)),
         updates=policy.update_number,
         row=reported.row(),
         clipped=clipped,
@@ -113,11 +112,11 @@ def by_hand(
     """
     low, high = 1 - config.algo.clip_low, 1 + config.algo.clip_high
     replayed = "live" if live else "replay"
-    old = [policy.score(batch.micro_batches, mode="replay").logprobs for batch in batches]
+    old = [policy.score(batch, mode="replay").logprobs for batch in batches]
     shares = []
     for epoch in range(count):
         if rescored and epoch:
-            old = [policy.score(batch.micro_batches, mode="replay").logprobs for batch in batches]
+            old = [policy.score(batch, mode="replay").logprobs for batch in batches]
         clipped = tokens_of_epoch = 0.0
         for number, batch in enumerate(batches):
             for chunk in policy.wrapped:
@@ -127,10 +126,9 @@ def by_hand(
 
             def loss_of(
                 place: int,
-                tokens: LocalTokens,
+                tokens: MicroBatch,
                 scores_2N: torch.Tensor,
                 old: Any = old[number],
-                batch: Batch = batch,
                 clips: list[torch.Tensor] = clips,
             ) -> torch.Tensor:
                 ratio_N = torch.exp(scores_2N[0] - old[place])
@@ -138,18 +136,18 @@ def by_hand(
                 bounded_N = ratio_N.clamp(low, high) * tokens.advantages_N
                 clips.append(((bounded_N < gain_N) & (tokens.loss_mask_N > 0)).detach())
                 loss_N = -torch.minimum(gain_N, bounded_N)
-                return (loss_N * tokens.loss_mask_N).sum() / batch.num_loss_tokens
+                return (loss_N * tokens.loss_mask_N).sum() / tokens.num_loss_tokens
 
             mode = "replay" if epoch == 0 else replayed
             with policy.replay.schedule(mode, training=True) as ledger_of:  # type: ignore[arg-type]
-                policy._run_schedule(batch.micro_batches, loss_of, forward_only=False)
+                policy._run_schedule(batch, loss_of, forward_only=False)
                 ledger_of()
             for group in policy.optimizer.param_groups:
                 group["lr"] = _LR
             with cuda_type_names():
                 policy.optimizer.step()
             clipped += float(sum(each.sum() for each in clips))
-            tokens_of_epoch += batch.num_loss_tokens
+            tokens_of_epoch += batch[0].num_loss_tokens
         shares.append(float(mesh.dp.all_reduce(torch.tensor(clipped))) / tokens_of_epoch)
     return shares
 
@@ -191,7 +189,7 @@ def variants(
         start = _weights(policy)
         reported = Reported(policy)
         train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
-        count = len(batches[0].micro_batches)
+        count = len(batches[0])
         found.append(
             SimpleNamespace(
                 way=_distance(start, _weights(policy)),

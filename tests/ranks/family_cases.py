@@ -180,7 +180,7 @@ def pipeline_contract(
     reference = transformers_model(folder)
     theirs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
-    for micro_batch in batch.micro_batches:
+    for micro_batch in batch:
         rows = [
             reference(micro_batch.tokens_N[None, start:end], use_cache=False)
             .logits[0]
@@ -192,12 +192,12 @@ def pipeline_contract(
         entropies.append(-(rows_NV.exp() * rows_NV).sum(-1))
     weighted = [
         (logprobs_N * micro_batch.advantages_N * micro_batch.loss_mask_N).sum()
-        for logprobs_N, micro_batch in zip(theirs, batch.micro_batches, strict=True)
+        for logprobs_N, micro_batch in zip(theirs, batch, strict=True)
     ]
-    (-torch.stack(weighted).sum() / batch.num_loss_tokens).backward()
-    scored = policy.score(batch.micro_batches, mode="live")
+    (-torch.stack(weighted).sum() / batch[0].num_loss_tokens).backward()
+    scored = policy.score(batch, mode="live")
     ours, expected = [*scored.logprobs, *scored.entropy], [*theirs, *entropies]
-    pairs = zip(ours, expected, batch.micro_batches * 2, strict=True) if policy.reports else ()
+    pairs = zip(ours, expected, batch * 2, strict=True) if policy.reports else ()
     largest = max(
         (float((a - b.detach()[rows_of(each, mesh)]).abs().max()) for a, b, each in pairs),
         default=0.0,

@@ -177,7 +177,7 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNames
         model_chunk.head = replace(whole, chunk_tokens=chunk)
         rows[name] = []
         with LogitRows(policy.shape.vocab_size // mesh.tp.size) as watch:
-            scores = policy.score(batch.micro_batches, mode="replay")
+            scores = policy.score(batch, mode="replay")
             rows[name].append(watch.rows)
             watch.rows = 0
             policy.forward_backward(batch)
@@ -196,8 +196,8 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNames
         return max(float((one - other).abs().max()) for one, other in pairs) / largest
 
     return SimpleNamespace(
-        tokens=max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
-        micro_batches=len(batch.micro_batches),
+        tokens=max(micro_batch.num_tokens for micro_batch in batch),
+        micro_batches=len(batch),
         arrived=count,
         rows_whole=rows["whole"],
         rows_chunks=rows["chunks"],
@@ -238,7 +238,7 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleName
             for slot in policy.slots:
                 slot.tensor.add_(gradients[slot.name], alpha=sign * step / norm)
             if sign > 0:
-                scores = policy.score(batch.micro_batches, mode="replay")
+                scores = policy.score(batch, mode="replay")
         masks = torch.cat(scores.loss_mask).double()
         return float((torch.cat(scores.entropy).double() * masks).sum() / masks.sum())
 
@@ -287,7 +287,7 @@ def bfloat16(device: Device, *, model: str) -> dict[str, SimpleNamespace]:
         for layer in policy.chunks[0].decoder.layers:
             if hasattr(layer.mlp, "router"):
                 layer.mlp.router.register_forward_hook(look)
-        scores = policy.score(batch.micro_batches, mode="replay")
+        scores = policy.score(batch, mode="replay")
         metrics = policy.forward_backward(batch)
         mask_N = torch.cat(scores.loss_mask) > 0
         logprobs_N = torch.cat(scores.logprobs)[mask_N]

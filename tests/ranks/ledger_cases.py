@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,7 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
         return message_of(action, RouteError, LedgerError)
 
     batches, _ = dealt(rollouts)
-    micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    micro_batches = [*chain.from_iterable(batches)]
     sound, gaps = step_row(rollouts), step_row(partial, on_missing="live", min_coverage=0.5)
     reconcile(sound)
     reconcile(gaps)

@@ -211,8 +211,8 @@ def transformers_loss(
         else:
             weights[name] = value
     total = torch.zeros(())
-    for micro_batch in batch.micro_batches:
-        tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
+    for micro_batch in batch:
+        tokens = local_tokens(micro_batch, policy.mesh.cp, policy.device.torch)
         borders = micro_batch.cu_seqlens
         rows = [
             torch.func.functional_call(model, weights, (tokens.tokens_N[None, start:end],))
@@ -222,7 +222,7 @@ def transformers_loss(
             for start, end in pairwise(borders)
         ]
         logprobs_N = torch.cat(rows).gather(-1, tokens.targets_N[:, None])[:, 0]
-        loss, _ = policy_loss(config, batch, tokens, policy.mesh.cp, logprobs_N, NONE_MADE)
+        loss, _ = policy_loss(config, tokens, policy.mesh.cp, logprobs_N, NONE_MADE)
         total = total + loss
     return total
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,6 @@ def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
 
     def watched(
         config: Any,
-        batch: Any,
         tokens: Any,
         cp: Any,
         logprobs_N: Any,
@@ -61,11 +61,11 @@ def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
         now_N = logprobs_N.detach()
         old_N = passes.old[number] if passes.old else now_N
         ratios.append((now_N - old_N).exp()[tokens.loss_mask_N > 0])
-        return policy_loss(config, batch, tokens, cp, logprobs_N, passes, number=number, **more)
+        return policy_loss(config, tokens, cp, logprobs_N, passes, number=number, **more)
 
     old_passes = {}
     for old_mode in ("replay", "live", "record"):
-        scores = policy.score(batch.micro_batches, mode=old_mode)
+        scores = policy.score(batch, mode=old_mode)
         recorded = scores.ledger.recorded if old_mode == "record" else None
         ratios.clear()
         passes = Passes(old=scores.logprobs, recorded=recorded)
@@ -80,7 +80,7 @@ def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
         )
     # Several updates with routes recorded before the first: the router moves away from them, and
     # the forward pass keeps them.
-    recorded = policy.score(batch.micro_batches, mode="record").ledger.recorded
+    recorded = policy.score(batch, mode="record").ledger.recorded
     agreement, kept_routes = [], []
     for _ in range(4):
         _, metrics = one_update(policy, batch, Passes(recorded=recorded), total_updates=100)
@@ -92,7 +92,7 @@ def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
 def _keeps(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bool:
     """Whether a forward with these routes sends every token to their experts."""
     with read_back(policy) as maps:
-        policy.score(batch.micro_batches, mode="replay", recorded_routes=recorded)
+        policy.score(batch, mode="replay", recorded_routes=recorded)
     layers = [layer for layer in policy.replay.moe_layers if layer in policy.replay.taps]
     return all(
         torch.equal(
@@ -137,7 +137,7 @@ def modes(device: Device, *, model: str) -> SimpleNamespace:
         )
         policy = policy_of(device, mesh, setting)
         batches = batches_of(mesh, policy.shape, micro_batch_tokens=96, num_updates=updates)
-        flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+        flat = [*chain.from_iterable(batches)]
         before = policy.score(flat, mode="replay").ledger
         size = math.ceil(setting.replay.shadow_frac * sum(one.num_tokens for one in flat))
         sample, _ = part_of(flat[1], size, multiple=mesh.length_multiples[0], turn=1)
@@ -171,7 +171,7 @@ def modes(device: Device, *, model: str) -> SimpleNamespace:
         policy.score = real  # type: ignore[method-assign]
         reports[name] = SimpleNamespace(
             scored=[list(each) for each in scored],
-            sizes=[len(batch.micro_batches) for batch in batches],
+            sizes=[len(batch) for batch in batches],
             row={key: type(some[0]).reduce(some) for key, some in parts.items()},
             agreement_slots=sum(part.count for part in parts.get("routing/agreement", [])),
             agreement=Mean.reduce([routing_metrics(before)["routing/agreement"]]),
@@ -192,7 +192,7 @@ def _accident(policy: Policy, batch: Batch) -> SimpleNamespace:
         same: whether a pass after it gives the same log-probabilities, bit for bit.
         grad_norm: of an update after it.
     """
-    before = policy.score(batch.micro_batches, mode="live").logprobs
+    before = policy.score(batch, mode="live").logprobs
     last = max(policy.replay.taps)
     calls = []
 
@@ -211,7 +211,7 @@ def _accident(policy: Policy, batch: Batch) -> SimpleNamespace:
     hook.remove()
     tap = policy.replay.taps[last]
     state = [tap.mode, tap.training, tap.forwards, tap.leftovers(), tap.counts, policy.replay.mode]
-    after = policy.score(batch.micro_batches, mode="live").logprobs
+    after = policy.score(batch, mode="live").logprobs
     return SimpleNamespace(
         message=message,
         state=state,

@@ -56,7 +56,7 @@ def plans(device: Device, *, model: str, experts: str) -> SimpleNamespace:
         return [torch.tensor(loss.total), *buffers]
 
     planned = count("replay", gradients)
-    count("live", lambda: policy.score(batch.micro_batches, mode="live"))
+    count("live", lambda: policy.score(batch, mode="live"))
     plan = policy.replay.plan
     assert plan is not None
     policy.replay.plan = None
@@ -66,7 +66,7 @@ def plans(device: Device, *, model: str, experts: str) -> SimpleNamespace:
     policy.replay.plan = lambda routes: plan(list(map(_in_other_order, routes)))
     other_tokens = message_of(lambda: policy.forward_backward(batch), AssertionError)
     return SimpleNamespace(
-        micro_batches=len(batch.micro_batches),
+        micro_batches=len(batch),
         layers=len(policy.replay.layers),
         exchanges=exchanges,
         same=all(torch.equal(one, other) for one, other in zip(planned, unplanned, strict=True)),
@@ -90,4 +90,4 @@ def _rows_lost(batch: Batch) -> Batch:
         routes_NLK[::5, -1] = -1
         return replace(micro_batch, routed_experts_NLK=routes_NLK)
 
-    return replace(batch, micro_batches=tuple(map(lost, batch.micro_batches)))
+    return tuple(map(lost, batch))

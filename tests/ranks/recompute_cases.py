@@ -57,7 +57,7 @@ def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Si
         )
         if batch is None:
             (batch,) = batches_of(mesh, policy.shape, (40, 40, 40, 40), micro_batch_tokens=40)
-        policy.score(batch.micro_batches, mode="replay")  # a scoring pass leaves nothing behind
+        policy.score(batch, mode="replay")  # a scoring pass leaves nothing behind
         with read_back(policy, backward=True) as maps:
             policy.forward_backward(batch)
         recomputed[recompute] = sum(map(len, maps.values()))
@@ -83,7 +83,7 @@ def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Si
     largest = max(float(gradient.abs().max()) for gradient in expected)
     return SimpleNamespace(
         dtype=dtype,
-        micro_batches=len(batch.micro_batches) if batch else 0,
+        micro_batches=len(batch) if batch else 0,
         recomputed=recomputed,
         difference={
             name: max(
@@ -110,9 +110,10 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
     policy.optimizer.zero_grad()
     with policy.replay.schedule("replay", training=True):
         losses = []
-        for micro_batch in batch.micro_batches:
-            tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
-            policy.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured)
+        for micro_batch in batch:
+            tokens = local_tokens(micro_batch, policy.mesh.cp, policy.device.torch)
+            captured_N = tokens.captured_N
+            policy.replay.load(tokens.routed_experts_NLK, captured_N, rows=int(captured_N.sum()))
             logprobs_N, _ = policy.wrapped[0](
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
@@ -120,9 +121,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
                 labels=tokens.targets_N[None],
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, policy.device.torch),
             )
-            loss, _ = policy_loss(
-                policy.config, batch, tokens, policy.mesh.cp, logprobs_N, NONE_MADE
-            )
+            loss, _ = policy_loss(policy.config, tokens, policy.mesh.cp, logprobs_N, NONE_MADE)
             losses.append(loss)
         for loss in [sum(losses)] if order is None else [losses[i] for i in order]:
             loss.backward(retain_graph=True)

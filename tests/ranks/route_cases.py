@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3.layers import local_tokens
+from r3.layers import local_tokens, router_rows
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.errors import message_of
@@ -93,10 +93,10 @@ def routes_used(
     if padded:
         padded_backward(policy, batch)
     else:
-        policy.score(batch.micro_batches, mode="replay")
+        policy.score(batch, mode="replay")
     slots = wrong = 0
     seen: list[tuple[int, int, int, list[int]]] = []
-    for i, micro_batch in enumerate(batch.micro_batches):
+    for i, micro_batch in enumerate(batch):
         # The token of each of a router's rows: sliced or padded like the routes.
         lengths = torch.tensor([end - start for start, end in pairwise(micro_batch.cu_seqlens)])
         rollout_N = torch.tensor(micro_batch.rollout_ids).repeat_interleave(lengths)
@@ -108,8 +108,10 @@ def routes_used(
             routes_NLK = padded_rows(micro_batch.routed_experts_NLK, micro_batch.cu_seqlens)
         else:
             named = replace(micro_batch, routed_experts_NLK=names_N[:, None, None])
-            names = local_tokens(named, mesh, device.torch).routes_NLK[:, 0, 0]
-            routes_NLK = local_tokens(micro_batch, mesh, device.torch).routes_NLK
+            parts = [local_tokens(one, mesh.cp, device.torch) for one in (named, micro_batch)]
+            own = router_rows(parts[0], mesh.tp)
+            names_NLK, routes_NLK = (part.routed_experts_NLK[own] for part in parts)
+            names = names_NLK[:, 0, 0]
         captured = names >= 0
         for position, number in enumerate(layers):
             rows = routes_NLK[:, position].long()[captured]
@@ -121,12 +123,9 @@ def routes_used(
             wrong += int((found != given).any(-1).sum())
             for name, row in zip(names[captured].tolist(), found, strict=True):
                 seen.append((*divmod(name, 1000), number, row.nonzero().flatten().tolist()))
-    recorded = policy.score(batch.micro_batches, mode="record")
+    recorded = policy.score(batch, mode="record")
     # As with replay.mode r2, whose micro-batches have no routes of their own.
-    bare = [
-        replace(one, routed_experts_NLK=one.routed_experts_NLK[:, :0, :0])
-        for one in batch.micro_batches
-    ]
+    bare = [replace(one, routed_experts_NLK=one.routed_experts_NLK[:, :0, :0]) for one in batch]
     replayed = policy.score(
         bare, mode="replay", recorded_routes=recorded.ledger.recorded[: len(bare)]
     )
@@ -141,7 +140,7 @@ def routes_used(
         slots=slots,
         wrong=wrong,
         differing=differing,
-        micro_batches=len(batch.micro_batches),
+        micro_batches=len(batch),
         digest=digest(seen),
         expected=digest_of_rollouts(rollouts, moe_layers),
         shifted=digest_of_rollouts([*rollouts[:3], late, *rollouts[4:]], moe_layers),
@@ -158,7 +157,7 @@ def replay_guards(device: Device, *, model: str) -> SimpleNamespace:
 
     mesh, policy = build(device, tiny_config(model))
     (batch,) = batches_of(mesh, policy.shape)
-    micro_batch = batch.micro_batches[0]
+    micro_batch = batch[0]
     listed = len(RouterReplay.global_router_replay_instances)
 
     def load() -> None:
@@ -188,9 +187,9 @@ def replay_guards(device: Device, *, model: str) -> SimpleNamespace:
     actions = (never_used, loaded_twice, not_loaded, too_few_rows)
     messages = {action.__name__: message_of(action, AssertionError) for action in actions}
     # State was cleared each time: an ordinary pass still works.
-    policy.score(batch.micro_batches, mode="replay")
+    policy.score(batch, mode="replay")
     broken = replace(micro_batch, advantages_N=micro_batch.advantages_N * float("nan"))
-    bad = replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
+    bad = (broken, *batch[1:])
     messages["nan"] = message_of(
         lambda: one_update(policy, bad, total_updates=10), FloatingPointError
     )

@@ -107,7 +107,7 @@ def against_transformers(device: Device, *, data: str, model: str) -> SimpleName
     return SimpleNamespace(
         loss=metrics["loss/total"].total,
         expected=expected / tokens,
-        tokens=batch.num_loss_tokens,
+        tokens=batch[0].num_loss_tokens,
         errors=errors,
     )
 

@@ -68,13 +68,13 @@ def taught(
     spec = PackingSpec(micro_batch_tokens=128, on_missing="live", layers=policy.replay.layers)
     (batch,), _ = distribute(mine, mesh, policy.shape, spec)
     batch = with_advantages(batch, 0.3 * torch.arange(len(rollouts)))
-    scored = policy.teachers.logprobs(batch.micro_batches)
+    scored = policy.teachers.logprobs(batch)
     alone = mesh.world.size == 1
     by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
     error = _error(rollouts, teachers, batch, scored) if alone else None
     update, metrics = one_update(policy, batch, Passes(teacher=scored), total_updates=1)
     masks = (
-        [local_tokens(one, mesh, device.torch).loss_mask_N for one in batch.micro_batches]
+        [local_tokens(one, mesh.cp, device.torch).loss_mask_N for one in batch]
         if policy.reports
         else []
     )
@@ -85,7 +85,7 @@ def taught(
         grad_norm=update.grad_norm,
         by_hand=by_hand,
         error=error,
-        again=all(map(torch.equal, scored, policy.teachers.logprobs(batch.micro_batches))),
+        again=all(map(torch.equal, scored, policy.teachers.logprobs(batch))),
     )
 
 
@@ -116,21 +116,18 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
     other = Policy(plain, device, mesh, policy.shape)
     total = number = 0.0
     for batch in batches:
-        taught = policy.teachers.logprobs(batch.micro_batches)
+        taught = policy.teachers.logprobs(batch)
         advantages = [
             (teacher_N - one.rollout_logprobs_N) * one.loss_mask_N
-            for teacher_N, one in zip(taught, batch.micro_batches, strict=True)
+            for teacher_N, one in zip(taught, batch, strict=True)
         ]
         total -= float(sum(each.sum() for each in advantages))
-        number += batch.num_loss_tokens
+        number += batch[0].num_loss_tokens
         one_update(
             other,
-            replace(
-                batch,
-                micro_batches=tuple(
-                    replace(one, advantages_N=advantages_N)
-                    for one, advantages_N in zip(batch.micro_batches, advantages, strict=True)
-                ),
+            tuple(
+                replace(one, advantages_N=advantages_N)
+                for one, advantages_N in zip(batch, advantages, strict=True)
             ),
             total_updates=2 * config.train.steps,
         )
@@ -146,17 +143,13 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
 
 def _near_the_engine(policy: Policy, batch: Batch) -> Batch:
     """The batch with log-probabilities of an engine that is near the policy."""
-    scores = policy.score(batch.micro_batches, mode="replay").logprobs
-    return replace(
-        batch,
-        micro_batches=tuple(
-            replace(
-                one,
-                rollout_logprobs_N=(logprobs_N + 0.05 * torch.sin(37 * logprobs_N))
-                * one.loss_mask_N,
-            )
-            for one, logprobs_N in zip(batch.micro_batches, scores, strict=True)
-        ),
+    scores = policy.score(batch, mode="replay").logprobs
+    return tuple(
+        replace(
+            one,
+            rollout_logprobs_N=(logprobs_N + 0.05 * torch.sin(37 * logprobs_N)) * one.loss_mask_N,
+        )
+        for one, logprobs_N in zip(batch, scores, strict=True)
     )
 
 
@@ -167,13 +160,12 @@ def _distance(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
 
 def _advantages_by_hand(policy: Policy, batch: Batch, scored: list[torch.Tensor]) -> bool:
     """Whether the loss's gradient is -A / (number of loss tokens), A from its formula."""
-    config, old = policy.config, policy.score(batch.micro_batches, mode="replay").logprobs
-    for number, micro_batch in enumerate(batch.micro_batches):
-        tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
+    config, old = policy.config, policy.score(batch, mode="replay").logprobs
+    for number, micro_batch in enumerate(batch):
+        tokens = local_tokens(micro_batch, policy.mesh.cp, policy.device.torch)
         now_N = old[number].clone().requires_grad_()
         loss, _ = policy_loss(
             config,
-            batch,
             tokens,
             policy.mesh.cp,
             now_N,
@@ -184,7 +176,7 @@ def _advantages_by_hand(policy: Policy, batch: Batch, scored: list[torch.Tensor]
         advantages_N = 0.5 * (scored[number] - old[number])
         if config.train.objective == "rl":
             advantages_N = advantages_N + micro_batch.advantages_N
-        expected_N = -advantages_N * micro_batch.loss_mask_N / batch.num_loss_tokens
+        expected_N = -advantages_N * micro_batch.loss_mask_N / batch[0].num_loss_tokens
         # float32: the loss takes exp of a difference that is 0
         if not torch.allclose(gradient_N, expected_N, rtol=1e-5, atol=1e-8):
             return False
@@ -200,7 +192,7 @@ def _error(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in teachers
     ]
     worst = 0.0
-    for number, micro_batch in enumerate(batch.micro_batches):
+    for number, micro_batch in enumerate(batch):
         for index, (start, _) in zip(
             micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
         ):

@@ -68,7 +68,7 @@ DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/tensors.py", "r3/backends/cp
 USERS_CODE = (
     *("r3/cli/base_config.py", "r3/rewards/", "r3/judges/", "r3/envs/"),
     *("r3/tools/own_algorithm.py", "r3/user_code/loading.py"),
-    *("r3/user_code/calls.py", "r3/user_code/workers.py"),
+    *("r3/user_code/calls.py", "r3/user_code/workers.py", "r3/tools/worker.py"),
 )
 
 Rule = Callable[[PurePosixPath, ast.Module], Complaints]

@@ -15,22 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
 from r3 import extras
-from r3.algo.packing import with_advantages
+from r3.algo.packing import as_batch, with_advantages
 from r3.backends import expert_kernels
 from r3.backends.cuda.fused_experts import DeviceExperts
 from r3.config import Config
 from r3.engine.direct_weights import StackedExperts, expert_leaves
 from r3.engine.route_slots import SlotTable
 from r3.judges import Batches
-from r3.layers import LocalTokens, local_tokens
+from r3.layers import local_tokens
 from r3.models import Experts
 from r3.models.shape import ModelShape
 from r3.policy import Policy, scoring
+from r3.routing import Replay
 from r3.runtime import SideStream, Stash
 from r3.runtime.device import Device, prepare_environment, seed_everything, select_device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, pack_for
-from r3.types import Batch
+from r3.types import Batch, MicroBatch
 from tests.fake_cuda import Order, fake_world
 from tests.policies import in_backward, step_rewards, train_step
 from tests.tiny import random_rollouts, tiny_config
@@ -67,7 +68,7 @@ def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
     parts = [pack_for(mesh, shape, {i: one}, num_layers=layers) for i, one in enumerate(rollouts)]
     return [
         with_advantages(
-            Batch(micro_batches=tuple(some), num_loss_tokens=50, num_sequences=len(some)),
+            as_batch(some, num_loss_tokens=50, num_sequences=len(some)),
             torch.full((len(parts),), 0.5),
         )
         for some in (parts[:2], parts[2:])
@@ -256,15 +257,18 @@ def waits_of_a_layer(path: str, kinds: list[str]) -> dict[str, list[str]]:
                 path, **SECTIONS | {"model": SECTIONS["model"] | {"experts": kind}}
             )
             trained = Policy(config, device, mesh, ModelShape.read(config.model.path))
-            micro_batch = batches_of(mesh, trained.shape)[0].micro_batches[0]
-            tokens = local_tokens(micro_batch, mesh, device.torch)
+            micro_batch = batches_of(mesh, trained.shape)[0][0]
+            tokens = local_tokens(micro_batch, mesh.cp, device.torch)
             hidden = torch.randn(
                 len(tokens.tokens_N), 1, trained.shape.hidden_size, device="cuda"
             ).bfloat16()
             last = trained.chunks[0].decoder.layers[-1]
+            captured_N, routes_N = tokens.captured_N, tokens.routed_experts_NLK[:, -1]
+            rows = int(captured_N.sum())
+            routes_N, captured_N = routes_N.to(device.torch), captured_N.to(device.torch)
             with trained.replay.schedule("replay", training=True), Waits() as waits:
                 tap = trained.replay.taps[last.layer_number - 1]
-                tap.load(tokens.routes_NLK[:, -1], tokens.captured_N, rows=tokens.num_captured)
+                tap.load(routes_N, captured_N, rows=rows)
                 last.mlp(hidden.requires_grad_())[0].sum().backward()
             found[kind] = waits.found
     return found
@@ -479,7 +483,7 @@ def order_of_transfers(path: str) -> dict[str, Any]:
         found["races"], found["products"] = run(lambda: False)
         found["races without waits in forward"], _ = run(lambda: not in_backward())
         found["races without waits in backward"], _ = run(in_backward)
-        found["layers"] = len(trained.shape.moe_layers) * len(batch.micro_batches)
+        found["layers"] = len(trained.shape.moe_layers) * len(batch)
     return found
 
 
@@ -515,8 +519,8 @@ def first_experiments() -> list[str]:
     return [experiment.__name__ for experiment in experiments]
 
 
-def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., LocalTokens]:
-    def changed(*args: Any) -> LocalTokens:
+def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., MicroBatch]:
+    def changed(*args: Any) -> MicroBatch:
         tokens = local_tokens(*args)
         return replace(tokens, **{name: f(getattr(tokens, name)) for name, f in changes.items()})
 
@@ -527,7 +531,11 @@ def _float_experts(self: DeviceExperts, tokens: torch.Tensor, slots: Any, gates:
     return FUSED(self, tokens.float(), slots, gates)
 
 
-FUSED = DeviceExperts.forward
+def _on_the_host(self: Replay, routes_NLK: torch.Tensor, *rest: Any, **facts: Any) -> None:
+    LOAD(self, routes_NLK.cpu(), *rest, **facts)
+
+
+FUSED, LOAD = DeviceExperts.forward, Replay.load
 
 
 def mistakes(path: str, narrow: str) -> dict[str, str]:
@@ -553,11 +561,12 @@ def mistakes(path: str, narrow: str) -> dict[str, str]:
 
         scoring.local_tokens = _tokens_with(advantages_N=lambda values: values.cpu())
         attempt("advantages on the host")
-        scoring.local_tokens = _tokens_with(routes_NLK=lambda routes: routes.cpu())
-        attempt("routes on the host")
         scoring.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
         attempt("a loss mask that is too short")
         scoring.local_tokens = local_tokens
+        Replay.load = _on_the_host
+        attempt("routes on the host")
+        Replay.load = LOAD
         DeviceExperts.forward = _float_experts
         attempt("experts in two dtypes")
         DeviceExperts.forward = FUSED

@@ -10,14 +10,13 @@ import torch
 from r3 import checks, extras
 from r3.algo.loss import CORRECTIONS, LOSSES, Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError
-from r3.layers import LocalTokens
 from r3.metrics import mismatch
 from r3.policy import Passes, policy_loss
 from r3.rollout import read_task
 from r3.run import failure_text
 from r3.runtime.mesh import Axis
 from r3.tools import example_inputs, example_rewards
-from r3.types import Batch
+from r3.types import MicroBatch
 from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import FEW_ROWS, tiny_config
 
@@ -199,30 +198,31 @@ def corrected(log_w: list[float], **algo: object) -> tuple[torch.Tensor, dict[st
     mu_N, off = torch.full((length,), -1.0), torch.zeros(length)
     mask_N = torch.ones(length).index_fill(0, torch.tensor(num_loss - 1), 0.0)
     weights_N = mask_N / torch.tensor([num_loss - 1.0] * num_loss + [1.0])
-    tokens = LocalTokens(
+    off_NLK, none = off[:, None, None], torch.zeros(0, dtype=torch.int32)
+    tokens = MicroBatch(
         tokens_N=off,
         targets_N=off,
         positions_N=off,
+        cu_seqlens=(0, num_loss, length),
         loss_mask_N=mask_N,
         sampled_N=mask_N > 0,
-        current_N=mask_N > 0,
         rollout_logprobs_N=mu_N,
         advantages_N=mask_N,
         sequence_weights_N=weights_N,
-        cu_seqlens=(0, num_loss, length),
-        routes_NLK=off,
-        captured_N=off,
-        num_captured=0,
+        routed_experts_NLK=off_NLK,
         real_N=off,
-        num_real=0,
-        depths_ND=off,
-        kept=None,
+        current_N=mask_N > 0,
+        rollout_ids=(0, 1),
+        prompt_ids=("a", "b"),
+        kept_counts_N=off,
+        kept_ids=none,
+        num_loss_tokens=num_loss,
+        num_sequences=2,
     )
     old_N = mu_N + torch.tensor(log_w)
     logprobs_N = (old_N + 0.1).requires_grad_()
-    batch = Batch(micro_batches=(), num_loss_tokens=num_loss, num_sequences=2)
     loss, stats = policy_loss(
-        tiny(**algo), batch, tokens, Axis.of("cp", None), logprobs_N, Passes(old=[old_N])
+        tiny(**algo), tokens, Axis.of("cp", None), logprobs_N, Passes(old=[old_N])
     )
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     return gradient_N, stats

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from r3 import Result, RunError, train
-from r3.cli.parse import from_python
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
+from r3.launch import from_python
 from tests.errors import Patch
 from tests.tiny import FEW_ROWS
 from tests.world import ROOT

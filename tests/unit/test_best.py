@@ -22,8 +22,9 @@ import pytest
 
 from r3.checks import problems
 from r3.checks import warnings as config_warnings
-from r3.cli.parse import Invocation, from_python
+from r3.cli.parse import Invocation
 from r3.config import to_yaml, with_values
+from r3.launch import from_python
 from r3.run import Goal, RunDir, best_step, is_checkpoint_due, write_text
 from r3.tools.beside.result import FINISHED, says_finished
 from tests.errors import Capsys, Patch

@@ -17,6 +17,7 @@ from r3.config import SETTINGS, Problem, to_yaml, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
+from r3.rescore import flag_values
 from r3.run import RunDir, open_run
 from tests.errors import Capsys, Patch, too_wide
 from tests.sweeps import sweep
@@ -79,7 +80,7 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
 def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
     def weights(*words: str) -> tuple[float, ...]:
         problems: list[Problem] = []
-        found = cli.flag_values([*words], problems)["reward.weights"]
+        found = flag_values([*words], problems)["reward.weights"]
         assert problems == []
         return tuple(found)
 

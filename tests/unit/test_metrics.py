@@ -41,12 +41,13 @@ from r3.metrics import (
     UsersMean,
     explain,
     headlines,
-    is_wall_clock,
 )
 from r3.metrics.console import COLUMNS, console_of, notes, stage, step_line
 from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
+from r3.tools import show_samples
 from tests.errors import Patch
+from tests.runs import is_wall_clock
 from tests.tiny import tiny_config
 
 ALONE = Axis(name="world", group=None, rank=0, size=1)
@@ -288,8 +289,8 @@ def test_best_middle_and_worst_samples_are_shown_as_they_are(tmp_path: Path) -> 
         }
         for index, reward in enumerate((0.5, 1.0, 0.0))
     ]
-    shown.show_samples(1, rows)
-    shown.show_samples(2, [])
+    show_samples(shown, 1, rows)
+    show_samples(shown, 2, [])
     shown.close()
     tags = {tag for tag in events(tmp_path).Tags()["tensors"] if tag.startswith("samples/")}
     assert tags == {f"samples/{name}/text_summary" for name in ("best", "middle", "worst")}

@@ -19,7 +19,7 @@ from r3.algo.packing import (
     with_advantages,
 )
 from r3.tools import part_of
-from r3.types import Batch, MicroBatch, Rollout
+from r3.types import MicroBatch, Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
@@ -43,8 +43,7 @@ def scored(packed: MicroBatch, advantages: Mapping[int, float]) -> MicroBatch:
     advantages_R = torch.zeros(max(advantages) + 1, dtype=torch.float64)
     for index, advantage in advantages.items():
         advantages_R[index] = advantage
-    batch = Batch(micro_batches=(packed,), num_loss_tokens=1, num_sequences=1)
-    (changed,) = with_advantages(batch, advantages_R).micro_batches
+    (changed,) = with_advantages((packed,), advantages_R)
     assert torch.equal(changed.loss_mask_N, packed.loss_mask_N)
     return changed
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from r3.algo.packing import pack
-from r3.data import Dataset, prompts_from, prompts_of_step
+from r3.data import Dataset, prompts_from
 from r3.models.shape import ModelShape
 from r3.partial import (
     PartialRollouts,
     assign_engines,
     budgeted,
     from_state_dict,
+    num_stale_tokens,
     resumable,
     source,
     state_dict,
@@ -24,9 +25,9 @@ from r3.routing import admit
 from r3.run import CheckpointFiles, RunDir, RunState, damage_of, measure_durably, write_manifest
 from r3.runtime.mesh import Axis
 from r3.sync import send_samples
-from r3.tools import join_arrays, read_rollouts, rollout_facts, write_rollouts
-from r3.types import Prompt, Rollout, RouteError, Sample, TrainedSample
-from tests.tiny import QUESTION, random_rollouts, tiny_config
+from r3.tools import TrainedSample, join_arrays, read_rollouts, rollout_facts, write_rollouts
+from r3.types import Prompt, Rollout, RouteError, Sample
+from tests.tiny import QUESTION, prompts_of_step, random_rollouts, tiny_config
 
 SHAPE = ModelShape.read(tiny_config().model.path)
 ALONE = Axis(name="world", group=None, rank=0, size=1)
@@ -197,9 +198,13 @@ def test_prompts_are_taken_from_any_place_of_the_same_order() -> None:
 def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     grown = rollout_of(0, 0, 2, (8, 3))  # 12 tokens, the first 4 of them the prompt
     assert grown.policy_versions == (2, 3)
-    assert [grown.num_stale_tokens(policy_version) for policy_version in (2, 3, 4)] == [0, 4, 8]
+    assert [num_stale_tokens(grown, policy_version) for policy_version in (2, 3, 4)] == [
+        0,
+        4,
+        8,
+    ]
     plain = replace(grown, segments=())
-    assert plain.policy_versions == (2,) and [plain.num_stale_tokens(v) for v in (2, 3)] == [0, 8]
+    assert plain.policy_versions == (2,) and [num_stale_tokens(plain, v) for v in (2, 3)] == [0, 8]
     arrived = send_samples([Sample(rollout=grown)], {grown.key: [0]}, ALONE)[grown.key]
     assert arrived.sample.rollout.segments == grown.segments
     trained = TrainedSample(rollout=grown, shaped_reward=0.0, advantage=0.0)

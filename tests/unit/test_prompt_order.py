@@ -10,9 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.data import Columns, DataError, Dataset, load_prompts, prompts_of_step, turns
+from r3.data import Columns, DataError, Dataset, load_prompts, turns
 from r3.types import Prompt
 from tests.rows import OPTIONS, write
+from tests.tiny import prompts_of_step
 
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 

@@ -22,8 +22,8 @@ from r3.metrics import (
     Sum,
     UsersMean,
     mismatch,
-    shadow,
 )
+from r3.tools import shadow
 
 
 def values(panel: dict[str, Partial]) -> dict[str, float | None]:

@@ -26,8 +26,8 @@ from r3.run import (
     write_json,
     write_text,
 )
-from r3.tools import read_rollouts, write_rollouts
-from r3.types import Prompt, Rollout, SamplingMask, TrainedSample
+from r3.tools import TrainedSample, read_rollouts, write_rollouts
+from r3.types import Prompt, Rollout, SamplingMask
 from tests.settings import changed
 from tests.tiny import coded_rollout
 

@@ -397,7 +397,9 @@ def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
     said = "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
     assert str(setting.problem(0)) == said
     assert (setting.type_in_words, setting.rule) == ("integer", "must be at least 1")
-    assert setting.resume_in_words == "yes, unless train.lr_schedule decays"
+    assert (
+        setting.resume and setting.unless and setting.unless[1] == "unless train.lr_schedule decays"
+    )
     assert help_of(setting.name).startswith("Number of steps.")
 
 

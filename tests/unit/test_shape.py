@@ -29,6 +29,8 @@ from r3.models import (
     write_checkpoint,
 )
 from r3.models.shape import ModelShape, ShapeError
+from r3.tools.dry_run import left_out
+from r3.tools.planning.memory_plan import state_bytes
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint, wrapped_checkpoint
 from tests.published import LAYOUTS
 from tests.tables import table
@@ -208,9 +210,9 @@ def test_states_take_what_vllm_allocates(tmp_path: Path) -> None:
     sizes = dict(linear_key_head_dim=64, linear_value_head_dim=64)
     hf = family_checkpoint(tmp_path, "qwen3_5_moe", **sizes) / "config.json"
     values = json.loads(hf.read_text())
-    assert ModelShape.from_hf(values).state_bytes("bfloat16") == 2 * 35_840
+    assert state_bytes(ModelShape.from_hf(values), "bfloat16") == 2 * 35_840
     wide = ModelShape.from_hf(values | {"mamba_ssm_dtype": "float32"})  # as published
-    assert wide.state_bytes("bfloat16") == 2 * (35_840 + 2 * 4 * 64 * 64)
+    assert state_bytes(wide, "bfloat16") == 2 * (35_840 + 2 * 4 * 64 * 64)
     with pytest.raises(ShapeError, match="mamba_ssm_dtype 'fp8' must be"):
         ModelShape.from_hf(values | {"mamba_ssm_dtype": "fp8"})
 
@@ -319,7 +321,7 @@ def test_the_text_model_of_a_model_that_sees_images_is_read_and_exported(
     whole = wrapped_checkpoint(folder, stacked=kind == "stacked", dense=kind == "dense").eval()
     shape = ModelShape.read(folder)
     assert checkpoint_faults(folder, shape) == []
-    assert shape.left_out == ("1 multi-token-prediction layers and the vision model")
+    assert left_out(shape) == ("1 multi-token-prediction layers and the vision model")
     with CheckpointReader(folder) as reader:
         reader.require(shape)
         weights = {name: reader.read(name) for name in shape.tensor_shapes}

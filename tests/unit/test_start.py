@@ -18,7 +18,7 @@ import pytest
 
 from r3 import assets
 from r3.config import Config, ConfigError, with_values
-from r3.data import DataError, prompts_of_step
+from r3.data import DataError
 from r3.extras import check, machine
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
@@ -30,7 +30,7 @@ from r3.tools.beside.result import closing, result
 from tests.errors import Patch
 from tests.runs import program
 from tests.settings import changed
-from tests.tiny import random_rollouts, tiny_config
+from tests.tiny import prompts_of_step, random_rollouts, tiny_config
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from r3.rollout import (
 from r3.runtime.mesh import Axis
 from r3.sync import PackingSpec, gather_lengths
 from r3.tools import StepNotes, trained_samples
-from r3.types import Batch, Rollout, Sample
+from r3.types import Rollout, Sample
 from r3.user_code import advantage_of
 from tests.errors import Capsys
 from tests.tiny import random_rollouts, tiny_config
@@ -409,9 +409,8 @@ def test_the_loss_of_episodes_is_the_one_worked_out_by_hand(
     sizes = {"num_layers": len(SHAPE.moe_layers), "topk": SHAPE.topk}
     rollouts = [each.rollout for each in some]
     micro_batch = pack(rollouts, range(4), num_experts=SHAPE.num_experts, **sizes)
-    batch = Batch(micro_batches=(micro_batch,), num_loss_tokens=50, num_sequences=4)
     advantages_R = torch.tensor(advantages(gathered(some, config), config))
-    (micro_batch,) = with_advantages(batch, advantages_R).micro_batches
+    (micro_batch,) = with_advantages((micro_batch,), advantages_R)
     logprobs_N = torch.full((micro_batch.num_tokens,), -1.0)
     mask_N, weights_N = micro_batch.loss_mask_N, micro_batch.sequence_weights_N
     inputs = LossInputs(

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from math import prod
 
 from r3 import extras
-from r3.config import Config, EnvConfig
+from r3.config import Config, EnvConfig, RewardConfig
 from r3.models.shape import ModelShape
 from r3.rollout.task import Task
 from r3.run.open import Opened
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+from r3.tools.dry_run import left_out
 from r3.tools.rows.sources import files_of
 
 
@@ -64,16 +65,18 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
     data = held_out
     if config.trains:
         sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
-        left_out = f"{prompts.dropped_too_long} dropped as too long"
+        dropped = f"{prompts.dropped_too_long} dropped as too long"
         if config.data.drop_duplicates:
-            left_out += f", {prompts.dropped_duplicates} as duplicates"
+            dropped += f", {prompts.dropped_duplicates} as duplicates"
         what = "prompts" if samples else "conversations"
-        data = f"{len(prompts)} {what}{sources} ({left_out}), {held_out}"
+        data = f"{len(prompts)} {what}{sources} ({dropped}), {held_out}"
     judges = {
         "http": f"{config.reward.model} at {config.reward.url}",
         "self_judge": "the policy itself (self_judge)",
         "model": f"reward model {config.reward.model_path}",
     }
+    env = config.env
+    task_line = f"{env.path or env.command or env.name}, reward {_rewards(config.reward)}"
     precision = f"policy {config.model.dtype}"
     precision += f", engine {config.engine.dtype}" if config.uses_engine else ""
     precision += ", head float32" if config.model.fp32_head else ""
@@ -81,14 +84,14 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
     lines = [
         ("python", f"{platform.python_version()}, {sys.executable}"),
         ("model", f"{shape.source} ({shape.num_params / 1e6:,.1f} M parameters{moe})"),
-        ("left out", f"{shape.left_out}, not trained or exported" if shape.left_out else ""),
+        ("left out", f"{absent}, not trained or exported" if (absent := left_out(shape)) else ""),
         ("kept", "indexers, in exports as they were, not trained" if shape.index_topk else ""),
         ("read as", f"bfloat16, from {shape.quantised}" if shape.quantised else ""),
         ("layout", _layout(config, task, mesh, device)),
         ("precision", precision),
         ("data", data),
         *(("", each) for each in source_lines(config.data.path, prompts.read)),
-        ("task", f"{config.env.in_words}, reward {config.reward.in_words}" if samples else ""),
+        ("task", task_line if samples else ""),
         ("endpoint", _reached(config.env) if samples else ""),
         ("step", _step(config) if config.trains else ""),
         ("replay", _replay(config, is_moe) if samples and config.trains else ""),
@@ -103,6 +106,17 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("folder", config.log.dir),
     ]
     return [*(f"{label:11}{text}" for label, text in lines if text), *opened.notes]
+
+
+def _rewards(settings: RewardConfig) -> str:
+    """The reward functions in one line: `math` or `math + 0.1 my.py:short`."""
+    if settings.function == ("none",):
+        return "of the environment"
+    weights = settings.weights or (1.0,) * len(settings.function)
+    return " + ".join(
+        function if weight == 1.0 else f"{weight:g} {function}"
+        for function, weight in zip(settings.function, weights, strict=True)
+    )
 
 
 def _reached(env: EnvConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ from r3.models.shape import ModelShape
 from r3.run.prepare import LaunchError
 from r3.runtime.device import has_gpu
 from r3.runtime.limits import too_small
-from r3.runtime.process import addresses, is_leader, raise_file_limit
+from r3.runtime.process import addresses, is_leader
 from r3.runtime.terminal import say
 
 
@@ -83,6 +84,16 @@ def require_engines_within_machines(config: Config) -> None:
 
 
 _ENOUGH_FILES = 1024
+_MOST_FILES = 1 << 16  # some libraries go through all that are allowed
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it; returns how many those are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def require_memory(shape: ModelShape) -> None:

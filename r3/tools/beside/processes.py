@@ -125,7 +125,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
             [
                 sys.executable,
                 "-c",
-                f"from r3.user_code.calls import serve; serve({theirs.fileno()})",
+                f"from r3.tools.worker import serve; serve({theirs.fileno()})",
             ],
             env=environment,
             pass_fds=(theirs.fileno(),),

@@ -247,8 +247,8 @@ def sides(
     modes: dict[str, Mode] = (
         {"replay": "replay", "live": "record"} if captured else {"live": "live"}
     )
-    passes = {name: policy.score(batch.micro_batches, mode=mode) for name, mode in modes.items()}
-    scores = by_rollout(rollouts, batch.micro_batches, passes, mesh)
+    passes = {name: policy.score(batch, mode=mode) for name, mode in modes.items()}
+    scores = by_rollout(rollouts, batch, passes, mesh)
     return Parting.of(
         rollouts,
         forced,

@@ -9,11 +9,19 @@ from typing import Any
 import torch
 
 from r3.algo.sampling_mask import of_rows
-from r3.layers.layout import LocalTokens, local_rows
-from r3.metrics.reduce import Mean, shadow
+from r3.layers.layout import local_rows
+from r3.metrics.reduce import Mean, Partial, mismatch
 from r3.policy.policy import Policy
 from r3.policy.updates import panel_of
 from r3.types import MicroBatch
+
+_COMPARED = ("k3", "f2", "abs_p99", "abs_max")
+
+
+def shadow(*tokens: torch.Tensor) -> dict[str, Partial]:
+    """The metrics of `mismatch` that the passes with replayed and with live routes compare."""
+    panel = mismatch(*tokens)
+    return {key: panel[key] for key in _COMPARED}
 
 
 @dataclass(kw_only=True)
@@ -34,7 +42,7 @@ class ShadowSample:
     live: dict[str, Any]
     replayed: tuple[torch.Tensor, ...] = ()
 
-    def keep(self, number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
+    def keep(self, number: int, tokens: MicroBatch, logprobs_N: torch.Tensor) -> None:
         """Keep the update's scores of the sampled tokens."""
         if number == self.number:
             compared_N = tokens.loss_mask_N * tokens.current_N * self.is_sampled_N

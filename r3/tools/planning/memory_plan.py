@@ -475,7 +475,22 @@ def sequence_bytes(config: Config, shape: ModelShape) -> float:
     shards = 1 if shape.latent else min(tp, shape.num_kv_heads)
     values = shape.kv_values(_longest(config, shape)) / shards
     dtype = config.engine.dtype
-    return values * BYTES_OF[dtype] + shape.state_bytes(dtype) / tp
+    return values * BYTES_OF[dtype] + state_bytes(shape, dtype) / tp
+
+
+def state_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes that gated delta layers keep in an engine for a conversation, whatever its length.
+
+    Args:
+        dtype: the engine's, that of the state too unless config.json has another one for it.
+    """
+    if shape.delta is None:
+        return 0
+    sizes = shape.delta
+    state = sizes.value_heads * sizes.key_size * sizes.value_size
+    convolution = (2 * sizes.keys + sizes.values) * (sizes.taps - 1)
+    of_layer = state * BYTES_OF[sizes.state_dtype or dtype] + convolution * BYTES_OF[dtype]
+    return len(shape.delta_layers) * of_layer
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:

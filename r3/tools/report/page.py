@@ -16,7 +16,7 @@ import r3
 from r3.config import Config, as_typed, flatten
 from r3.data.template import load_tokenizer
 from r3.errors import Fault
-from r3.metrics.glossary import UnknownMetricError, explain, is_users
+from r3.metrics.glossary import GLOSSARY, UnknownMetricError, explain
 from r3.models.shape import ModelShape, ShapeError
 from r3.run.folder import RunDir
 from r3.tools.mismatch.jumps import MismatchWatch
@@ -198,9 +198,14 @@ def page_data(paths: Sequence[Path], limits: Limits) -> dict[str, Any]:
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "runs": runs,
         "differing": differing_settings([run["settings"] for run in runs]),
-        "users": [key for key in keys if is_users(key)],
+        "users": [key for key in keys if _is_users(key)],
         "glossary": {key: formula for key in keys if (formula := _formula(key))},
     }
+
+
+def _is_users(key: str) -> bool:
+    """Whether a user's function reports this metric of training."""
+    return key.startswith(("env/", "reward/")) and key.count("/") == 1 and key not in GLOSSARY
 
 
 def changed_settings(settings: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.config import ConfigError, as_typed, load_yaml, path_from_start
+from r3.config import (
+    Config,
+    ConfigError,
+    as_typed,
+    flatten,
+    from_yaml,
+    load_yaml,
+    path_from_start,
+    with_values,
+)
+from r3.config.resume import STARTED_FROM
 from r3.errors import Fault
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.run.goal import Goal
@@ -70,6 +80,19 @@ class RunFacts:
     def model_path(self) -> str:
         """Folder or hub name of the model, which also has the tokenizer."""
         return path_from_start(self.path, self.settings, "model.path")
+
+
+def config_of_run(folder: Path) -> Config:
+    """The settings of a run for a command that reads its folder, in whatever working folder.
+
+    Raises:
+        ConfigError: config.yaml is not as R3 wrote it.
+        OSError: there is none.
+    """
+    config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    values = flatten(config)
+    started = {name: path_from_start(folder, values, name) for name in STARTED_FROM}
+    return with_values(config, started)
 
 
 def read_run(path: Path) -> RunFacts:
