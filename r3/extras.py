@@ -22,7 +22,7 @@ one when it is needed, and says when that is.
 | `tools.mismatch.shadow` | `replay.shadow_every` |
 | `tools.proof` | the first two syncs, `debug.prove_sync_every` |
 | `envs` | `env.name` calculator and guess_number, `env.path`, `env.command` |
-| `mixture` | several sources of rows, `data.curriculum` |
+| `mixture` | several sources of rows, `data.env`, `data.curriculum` |
 | `partial` | `rollout.step_token_budget`, `algo.dynamic_sampling` |
 | `lora` | `lora.rank`, `train.freeze` |
 | `quantised` | `quantization_config` in a model's config.json; files in fp8, int4 or mxfp4 |
@@ -195,10 +195,10 @@ def source_of_rounds(config: Config) -> type[Any]:
 
 
 def mixture() -> ModuleType:
-    """Several sources of rows, and `data.curriculum`: r3.mixture.source."""
-    from r3.mixture import source
+    """Several sources of rows, and what `data` says of them: r3.mixture."""
+    from r3 import mixture
 
-    return source
+    return mixture
 
 
 def step_notes(*given: Any) -> Any:

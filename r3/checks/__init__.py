@@ -98,8 +98,8 @@ def examine(
     of_adapter = []
     if config.uses_lora or config.quantises_base:
         of_adapter = extras.check_lora(config, errors, shape)
-    check_environment(config, errors)
     check_environment_code(config, errors)
+    check_environment(config, errors)
     check_reward_terms(config, errors)
     check_rewards(config, errors, world_size)
     sets = check_evaluation(config, errors, shape)

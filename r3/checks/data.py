@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import get_args
 
 from r3 import extras
 from r3.checks.functions import (
-    check_environment_file,
+    check_environment_name,
     check_environment_rewards,
     check_gym,
     check_reward_function,
@@ -37,17 +36,25 @@ def check_data(
     training = data.path if config.trains else ()
     if not data.path and config.trains:
         errors.add("data.path", "is empty", FILES, value="")
-    if data.weights and len(data.weights) != len(data.path):
-        rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
-        fix = "give one per path, or none: rows of all paths then form one pool"
-        errors.add("data.weights", rule, fix)
+    fixes = {
+        "weights": "rows of all paths then form one pool",
+        "env": "env then holds for all rows",
+    }
+    for name, fix in fixes.items():
+        if (given := len(getattr(data, name))) not in (0, len(data.path)):
+            rule = f"has {given} values for the {len(data.path)} paths of data.path"
+            errors.add(f"data.{name}", rule, f"give one per path, or none: {fix}")
     if data.curriculum and (len(data.curriculum) != 2 or data.curriculum[0] >= data.curriculum[1]):
         rule = "must be two pass rates, the lower one first"
         errors.add("data.curriculum", rule, "use 0 1, or none for no curriculum")
+    of_path = {path: columns for path in training}
+    if data.env and errors.sound("data.env"):
+        envs = zip(training, config.environments, strict=False)
+        of_path |= {path: columns_of(config, env=env) for path, env in envs}
     train = [
         row
-        for path in dict.fromkeys(training)
-        for row in _check_rows(path, columns, errors, "data.path", read)
+        for path, how in of_path.items()
+        for row in _check_rows(path, how, errors, "data.path", read)
     ]
     # Sets may differ in sampling alone: a path is read once for each way of scoring it.
     held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
@@ -136,11 +143,7 @@ def check_evaluation(
         rule = f"does not fit the model's context of {shape.context}"
         errors.add("eval.max_tokens", rule, "set it lower, with room for the questions")
     for env in filter(None, dict.fromkeys(settings.env)):
-        if ":" in env:
-            check_environment_file(env, "eval.env", errors)
-        elif env not in (names := get_args(SETTINGS["env.name"].kind)):
-            fix = f"use one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
-            errors.add("eval.env", "there is no such environment", fix, value=env)
+        check_environment_name(env, "eval.env", errors)
     if not errors.sound("eval.env"):
         return ()
     for function in filter(None, dict.fromkeys(settings.function)):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 from r3.config.arguments import reward_names
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
@@ -24,6 +24,9 @@ class DataConfig:
         (), gt=0, fix="leave out the path that should not be sampled", needs="training sources"
     )
     """Sampling weights of the paths, one per path. Empty: rows of all paths form one pool."""
+    env: tuple[str, ...] = setting((), path=True, needs="rollouts")
+    """Environments of the paths, one per path: as in env.name or env.path, or empty for the one
+    that env names, with env.args. The other settings of env hold for all. Empty: one for all."""
     curriculum: tuple[float, ...] = setting(
         (),
         ge=0,
@@ -167,6 +170,24 @@ class EnvConfig:
     unfinished_reward: float = setting(0.0, needs="sampling turns")
     """Reward of a conversation that ran out of turns or tokens before its environment gave any
     reward."""
+
+    def named(self, env: str, args: tuple[str, ...] = ()) -> EnvConfig:
+        """These settings with another environment, which gets only `args`.
+
+        Args:
+            env: a built-in one, or file.py:Class.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if ":" in env:
+            name: Any = EnvConfig().name
+            return replace(self, name=name, path=env, command="", args=args)
+        names = get_args(get_type_hints(EnvConfig)["name"])
+        if env not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        name = env
+        return replace(self, name=name, path="", command="", args=())
 
     @property
     def is_built_in(self) -> bool:

@@ -128,7 +128,8 @@ def check_environment(config: Config, errors: Findings) -> None:
         rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
         fix = "set it to 0 for what is left, or allow more response tokens"
         errors.add("env.max_turn_tokens", rule, fix)
-    own = env.command or env.path or (env.name if env.name != EnvConfig().name else "")
+    envs = config.environments if errors.sound("data.env") else ()
+    own = next((e.path or e.command or e.name for e in envs if not e.is_one_turn), "")
     if config.data.continue_final_message and own:
         rule = f"continues a message of the row, and {own} decides what messages there are"
         errors.add("data.continue_final_message", rule, "leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from r3.config.fields import ALWAYS, LONGEST_S, TEMPERATURES, setting
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig
@@ -39,14 +39,7 @@ class EvalSet:
         """
         if not self.env:
             return replace(training, args=(*training.args, *self.env_args))
-        if ":" in self.env:
-            name, args = EnvConfig().name, self.env_args
-            return replace(training, name=name, path=self.env, command="", args=args)
-        names = get_args(get_type_hints(EnvConfig)["name"])
-        if self.env not in names:
-            raise ValueError(f"must be one of {', '.join(names)}")
-        own: dict[str, Any] = {"name": self.env, "path": "", "command": "", "args": ()}
-        return replace(training, **own)
+        return training.named(self.env, self.env_args)
 
     def functions(self, training: RewardConfig) -> tuple[str, ...]:
         """The reward functions of this set, in place of those of training."""

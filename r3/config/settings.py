@@ -121,10 +121,17 @@ class Config:
         return tuple(dict.fromkeys((*named, *rows)))
 
     @property
+    def environments(self) -> tuple[EnvConfig, ...]:
+        """The environment of each path of the training data."""
+        named = (self.env.named(each) if each else self.env for each in self.data.env)
+        return tuple(named) or (self.env,) * len(self.data.path)
+
+    @property
     def users_code(self) -> tuple[str, ...]:
         """Functions and classes of users' files, as path/to/file.py:name."""
         specs = (self.env.path, *self.reward.function, *self.reward.row_functions)
         specs += (*self.algo.own_functions.values(), *self.eval.env, *self.eval.function)
+        specs += self.data.env
         return tuple(dict.fromkeys(spec for spec in specs if ":" in spec))
 
     @property

@@ -63,6 +63,7 @@ def load_prompts(
     on_too_long: Literal["error", "drop"] = "error",
     drop_duplicates: bool = False,
     weights: Sequence[float] = (),
+    own: Mapping[str, tuple[Columns, Sequence[Mapping[str, Any]]]] = MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     allow_control_tokens: bool = False,
@@ -83,6 +84,7 @@ def load_prompts(
         on_too_long: what to do with a longer prompt.
         weights: share of each source in what is drawn. Empty: all prompts are one pool.
         tools: tool schemas that the chat template shows for rows without tools of their own.
+        own: by the label of a source, its columns and tools in place of these.
         template_kwargs: further variables of the chat template.
         allow_control_tokens: whether control tokens in rows are meant as such.
         read: reads rows; None: anew.
@@ -100,6 +102,7 @@ def load_prompts(
     repeated: list[tuple[str, str]] = []
     all_long = 0
     for source, label in zip(sources, source_labels(sources), strict=True):
+        columns, tools = own.get(label, (columns, tools))
         rows, of_rows = (read or read_rows)(source, columns)
         bad = list(of_rows)
         good: list[Prompt] = []

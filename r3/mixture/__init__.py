@@ -5,5 +5,6 @@ from r3 import names_of
 __getattr__ = names_of(
     __name__,
     order="Order verdict",
-    source="source_names",
+    environments="of_sources",
+    source="followed source_names",
 )

@@ -89,7 +89,7 @@ class Collector:
             asked = {first_group + index: prompts[index] for index in prompt_indices}
             leader = None
             if engine.is_leader:
-                leader = Round(
+                leader = (self.setup.rounds or Round)(
                     self._rules(),
                     self.scorer,
                     asked,

@@ -100,6 +100,7 @@ class ConversationSetup:
             every conversation is one turn, which needs no such template, and for workflows.
         parser: reads tool calls and reasoning in messages of the model (`r3.envs.tool_calls`);
             None if nobody reads them.
+        rounds: the class of its rounds, of rows with several environments; None: `Round`.
     """
 
     environments: Any
@@ -107,6 +108,11 @@ class ConversationSetup:
     renderer: Renderer
     chat: Any = None
     parser: Any = None
+    rounds: Any = None
+
+    def split(self, prompts: Sequence[Prompt]) -> list[tuple[ConversationSetup, list[Prompt]]]:
+        """Return prompts by what their conversations are made of."""
+        return [(self, list(prompts))] if prompts else []
 
     @classmethod
     def of(

@@ -58,6 +58,7 @@ class Round:
 
     Attributes:
         episodes: by key, those that are resumed first.
+        keys: numbers turns; rounds that share an engine share it.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Round:
         self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
         self._in_flight: dict[int, Call] = {}
         self._awaiting: dict[int, list[Rollout]] = {}  # by episode: reward functions have them
-        self._keys = itertools.count()
+        self.keys = itertools.count()
         self.episodes: list[Any] = []  # `Episode`s
         self._num_over = 0  # episodes that ended or were suspended since the last `advance`
         self._dropped: list[str] = []
@@ -144,7 +145,7 @@ class Round:
             if isinstance(call, Exception):
                 raise call
             if not call.is_abandoned:
-                turns.append(call.turn(next(self._keys)))
+                turns.append(call.turn(next(self.keys)))
                 self._in_flight[turns[-1].key] = call
         for result in scorer.poll(0.0 if engine_busy or turns or finished else wait_s):
             self._take(result)

@@ -12,7 +12,7 @@ from typing import Any
 from r3 import extras
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
-from r3.data.prompts import Dataset, load_prompts
+from r3.data.prompts import Dataset, load_prompts, source_labels
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
@@ -142,6 +142,11 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
         make = partial(load_prompts, sources, tokenizer, read=read, **how)
         return read_once((shape.source, sources, how), make)
 
+    setup, of_sources = conversation_setup, {}
+    if data.env and config.trains:
+        setup, of_sources = extras.mixture().of_sources(
+            config, source_labels(data.path), setup, template_kwargs
+        )
     prompts, longest = Dataset(prompts=()), 0
     if config.trains:
         prompts = read_prompts(
@@ -152,10 +157,11 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
+            own=of_sources,
         )
     if prompts.prompts and not config.learns_rows:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
-        longest = room(conversation_setup, longest, config.response_tokens())
+        longest = room(setup, longest, config.response_tokens())
     heldout = []
     for each in config.eval.sets:
         response = config.response_tokens(each)
@@ -186,7 +192,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
     return Task(
         prompts=prompts,
         heldout=tuple(heldout),
-        conversation_setup=conversation_setup,
+        conversation_setup=setup,
         scorer=scorer,
         reward_model=reward_model,
         tokenizer=tokenizer,

@@ -62,8 +62,9 @@ def check_functions(task: Task, algo: AlgoConfig) -> Iterator[str]:
     """The lines of `check_task` about environments, rewards and users' algorithms."""
     learned = any(each.spans for each in task.prompts.prompts)
     if task.prompts.prompts and not learned:
-        yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
-        yield from _check_reward(task, task.conversation_setup, task.scorer, task.prompts.prompts)
+        for setup, prompts in task.conversation_setup.split(task.prompts.prompts):
+            yield from _check_environment(setup, prompts[0])
+            yield from _check_reward(task, setup, task.scorer, prompts)
     for heldout in task.heldout:
         who = f"{heldout.name}: "
         yield from _check_environment(heldout.conversation_setup, heldout.prompts[0], who)

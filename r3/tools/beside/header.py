@@ -75,8 +75,9 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         "self_judge": "the policy itself (self_judge)",
         "model": f"reward model {config.reward.model_path}",
     }
-    env = config.env
-    task_line = f"{env.path or env.command or env.name}, reward {_rewards(config.reward)}"
+    named = config.environments if config.trains else (config.env,)
+    environments = dict.fromkeys(env.path or env.command or env.name for env in named)
+    task_line = f"{' and '.join(environments)}, reward {_rewards(config.reward)}"
     precision = f"policy {config.model.dtype}"
     precision += f", engine {config.engine.dtype}" if config.uses_engine else ""
     precision += ", head float32" if config.model.fp32_head else ""

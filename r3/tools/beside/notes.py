@@ -77,7 +77,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
     algo, train, env = config.algo, config.train, config.env
     is_sft, is_distill = config.learns_rows, config.distils
     mode = config.replay.mode
-    of_sets = [each for each in config.eval.env if each]
+    of_sets = [each for each in (*config.eval.env, *config.data.env) if each]
     used = set(config.reward_functions)
     one_update = train.updates_of_step == 1 and algo.correction != "bypass" and algo.loss in LOSSES
     on_policy = "with one update per step the policy is pi_old: r is 1" if one_update else ""
@@ -106,7 +106,10 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
             "the environment is a workflow, which builds its own prompts",
         ),
         "workflow": (
-            env.is_built_in,  # a class is known when its file is loaded
+            env.is_built_in
+            and not any(
+                ":" in each for each in config.data.env
+            ),  # a class is known when its file is loaded
             "only workflows reward calls, and the environment is none",
         ),
         "rounded_router": (
