@@ -71,7 +71,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         collect(lambda: functions_of_algorithm(config.algo))
     if config.env.path and not config.env.command:
         collect(lambda: notes.extend(extras.environments().environment_notes(config.env, config)))
-    for spec in filter(None, dict.fromkeys(config.data.env if config.trains else ())):
+    for spec in dict.fromkeys(each for each in config.data.env if ":" in each and config.trains):
         env = config.env.named(spec)
         load = partial(extras.environments().environment_notes, env, replace(config, env=env))
         collect(load, {spec: "data.env"})

@@ -17,7 +17,7 @@ from r3.config import Config, EnvConfig
 from r3.data.rows import Columns, columns_of
 from r3.engine import Sampled, Turn
 from r3.rewards.scorer import RewardResult, Scorer
-from r3.rollout.conversation import ConversationRules, ConversationSetup
+from r3.rollout.conversation_setup import ConversationRules, ConversationSetup
 from r3.rollout.round import Round, RoundResult
 from r3.types import Prompt, Rollout
 

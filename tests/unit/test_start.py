@@ -48,6 +48,33 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return settings | {"eval.function": ["gsm8k", "exact"]}
 
 
+def test_rows_of_each_environment_are_read_its_own_way(tmp_path: Path) -> None:
+    """The calculator's tools are in the prompts of its rows; plain rows need a graded answer."""
+    plain, tools, own = (tmp_path / f"{name}.jsonl" for name in ("plain", "tools", "own"))
+    row = {"question": "Tom has 3 eggs. How many?", "answer": "#### 3"}
+    for path in (plain, tools):
+        path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "id": path.name}))
+    own.write_text('{"question": "Any?", "answer": "no number"}\n' * 2)
+    code = tmp_path / "env.py"
+    code.write_text(
+        "class Own:\n    def reset(self, prompt): return prompt.messages\n"
+        "    def step(self, message): return [], 1.0, True\n"
+    )
+    settings: dict[str, Any] = {"data.path": [*map(str, (plain, tools, own))], "eval.path": []}
+    settings |= {"data.env": ["single_turn", "calculator", f"{code}:Own"]}
+    with closing_task(read_task(changed(settings, tiny_config()))) as task:
+        lengths = [len(each.tokens_T) for each in task.prompts.prompts]
+        assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
+        shown = [[tool["function"]["name"] for tool in each.tools] for each in task.prompts.prompts]
+        assert shown == [[], [], ["calc"], ["calc"], [], []]
+        split = task.conversation_setup.split(task.prompts.prompts)
+        assert [len(prompts) for _, prompts in split] == [2, 2, 2]
+        assert [setup.environments.one_turn for setup, _ in split] == [True, False, False]
+    swapped = settings | {"data.env": ["single_turn", "calculator", "single_turn"]}
+    with pytest.raises(DataError, match=r"own\.jsonl:1: answer: has no '####'"):
+        read_task(changed(swapped, tiny_config()))
+
+
 def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     task = read_task(changed(settings, tiny_config()))
     assert task.prompts.read == (("ten.jsonl", 10), ("four.parquet", 4))
