@@ -44,9 +44,6 @@ def check_data(
         if (given := len(getattr(data, name))) not in (0, len(data.path)):
             rule = f"has {given} values for the {len(data.path)} paths of data.path"
             errors.add(f"data.{name}", rule, f"give one per path, or none: {fix}")
-    if data.curriculum and (len(data.curriculum) != 2 or data.curriculum[0] >= data.curriculum[1]):
-        rule = "must be two pass rates, the lower one first"
-        errors.add("data.curriculum", rule, "use 0 1, or none for no curriculum")
     of_path = {path: columns for path in training}
     if data.env and errors.sound("data.env"):
         envs = zip(training, config.environments, strict=False)

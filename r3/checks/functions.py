@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 from r3 import extras
-from r3.config import (
-    SETTINGS,
-    Config,
-    ConfigError,
-    EnvConfig,
-    EvalSet,
-    Problem,
-    RewardConfig,
-    with_values,
-)
+from r3.config import Config, ConfigError, EnvConfig, EvalSet, Problem, RewardConfig, with_values
 from r3.config.arguments import ENVIRONMENT, JUDGES
 from r3.config.rules import Findings
 from r3.user_code.loading import file_fault, functions_of_algorithm, path_fix
@@ -103,12 +93,9 @@ def check_file(spec: str, field: str, errors: Findings) -> None:
 
 def check_environment_code(config: Config, errors: Findings) -> None:
     """The command or the file of the environment, and those of sources."""
-    env, data = config.env, config.data
-    for each in filter(None, dict.fromkeys(data.env)):
-        check_environment_name(each, "data.env", errors)
-    if data.env and config.rollout.step_token_budget:
-        rule = "names environments of sources, and rollout.step_token_budget needs one for all rows"
-        errors.add("data.env", rule, "set the budget to 0, or leave data.env out")
+    env = config.env
+    if config.data.env or config.data.curriculum:
+        extras.mixture().check_sources(config, errors)
     if env.command:
         extras.environments().check_command(config, errors)
     if env.path and not env.command:
@@ -117,12 +104,12 @@ def check_environment_code(config: Config, errors: Findings) -> None:
 
 def check_environment_name(env: str, field: str, errors: Findings) -> None:
     """A built-in environment, or a class of a file that is there."""
-    names = get_args(SETTINGS["env.name"].kind)
+    try:
+        EnvConfig().named(env)
+    except ValueError as error:
+        errors.add(field, "there is no such environment", str(error), value=env)
     if ":" in env:
         check_environment_file(env, field, errors)
-    elif env not in names:
-        fix = f"use one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
-        errors.add(field, "there is no such environment", fix, value=env)
 
 
 def check_environment_file(spec: str, field: str, errors: Findings) -> None:
@@ -137,9 +124,8 @@ def check_environment_file(spec: str, field: str, errors: Findings) -> None:
 def check_rewards(config: Config, errors: Findings, world_size: int) -> None:
     """Check every function of `reward.function`, and what judges need."""
     reward = config.reward
-    for env in dict.fromkeys(
-        config.environments if config.trains and errors.sound("data.env") else ()
-    ):
+    envs = config.environments if config.trains and errors.sound("data.env") else ()
+    for env in dict.fromkeys(envs):
         check_environment_rewards(reward.function, env, errors, "reward.function")
     for function in dict.fromkeys(reward.function):
         check_reward_function(function, errors, "reward.function")

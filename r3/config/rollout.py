@@ -180,14 +180,12 @@ class EnvConfig:
         Raises:
             ValueError: it is neither.
         """
-        if ":" in env:
-            name: Any = EnvConfig().name
-            return replace(self, name=name, path=env, command="", args=args)
         names = get_args(get_type_hints(EnvConfig)["name"])
-        if env not in names:
-            raise ValueError(f"must be one of {', '.join(names)}")
-        name = env
-        return replace(self, name=name, path="", command="", args=())
+        if ":" not in env and env not in names:
+            raise ValueError(f"use one of {', '.join(names)}, or path/to/my_env.py:MyEnv")
+        own = (env, "", ()) if env in names else (EnvConfig().name, env, args)
+        other: dict[str, Any] = dict(zip(("name", "path", "args"), own, strict=True))
+        return replace(self, command="", **other)
 
     @property
     def is_built_in(self) -> bool:
