@@ -71,7 +71,8 @@ def play_round(
         keep_failed=keep_failed,
         needs_reward=scorer.uses_environment,
     )
-    round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples, resumed=resumed)
+    kind = setup.rounds or Round
+    round_ = kind(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples, resumed=resumed)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
     end = tokenizer.eos_token_id
     try:

@@ -2,12 +2,22 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from r3.config import RewardConfig
 from r3.data import Dataset, prompts_from
-from r3.mixture import Order, source_names, verdict
+from r3.engine import Turn
+from r3.mixture import Order, of_sources, source_names, verdict
+from r3.rewards.scorer import make_scorer
+from r3.rollout import ConversationSetup, RoundResult
 from r3.types import Prompt
+from tests.rounds import numbered, play_round
+from tests.settings import changed
+from tests.tiny import tiny_config
 
 LETTERS = {"a": 5, "b": 4}
 
@@ -68,7 +78,7 @@ def test_a_row_comes_back_after_its_epochs() -> None:
 
 def test_sources_keep_their_share_whatever_is_held_back() -> None:
     order = Order(dataset(weights=(3.0, 1.0), a=20, b=20), 0)
-    order.judge({f"a:{i}": "easy" for i in range(19)}, 3)
+    order.judge({f"a:{i}": "easy" for i in range(20)}, 3)  # all of it
     order.judge({f"b:{i}": "hard" for i in range(10)}, 3)
     counts: Counter[str] = Counter()
     for _ in range(25):
@@ -133,3 +143,80 @@ def test_names_of_sources_fit_metrics() -> None:
     assert names["rows.jsonl"] == "rows.jsonl" and names["a b"] == "a_b"
     assert names["hub:openai/gsm8k:main:train"] == "hub_openai_gsm8k_main_train"
     assert len(set(names.values())) == 6
+
+
+CODE = """
+class Guess:
+    stop = ("?",)
+    def reset(self, prompt):
+        self.turns = 0
+        return [{"role": "user", "content": f"Number {prompt.answer}"}]
+    def step(self, message):
+        self.turns += 1
+        if int(self.turns) == 2:
+            return [], 0.5, True, {"turns": self.turns, "two": 2}
+        return [{"role": "user", "content": "Again."}], None, False
+
+class Agent:
+    async def run(self, task, model):
+        for _ in range(3):
+            await model.chat(list(task.messages))
+        return float(task.answer), {"three": 3}
+
+def length(response, prompt):
+    return float(len(response))
+"""
+
+
+def outcomes(result: RoundResult) -> dict[Any, Any]:
+    return {
+        each.rollout.key: (
+            each.rollout.prompt_id,
+            each.rollout.tokens_T.tolist(),
+            each.rollout.response,
+            each.reward,
+            dict(each.parts),
+            dict(each.rollout.metrics),
+        )
+        for each in result.samples
+    }
+
+
+def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: Path) -> None:
+    """Each conversation is what it is alone with its environment; metrics are added."""
+    code = tmp_path / "env.py"
+    code.write_text(CODE.replace('"turns": self.turns, ', ""))
+    envs = ["single_turn", "calculator", f"{code}:Guess", f"{code}:Agent"]
+    settings = {"data.path": [f"{i}.jsonl" for i in range(4)], "data.env": envs}
+    config = changed(settings, tiny_config())
+    plain = ConversationSetup.of(config.env, tokenizer, "tiny")
+    labels = [f"{i}.jsonl" for i in range(4)]
+    setup, _ = of_sources(config, labels, plain, {})
+    prompts = {i: replace(numbered(i), id=f"{i * 3 % 4}.jsonl:{i}") for i in range(12)}
+
+    def says(turn: Turn) -> str:
+        call = '<tool_call>{"name": "calc", "arguments": {"expression": "1+2"}}</tool_call>'
+        return call if len(turn.tokens_T) % 3 == 0 else "yes #### 3"
+
+    def play(setup: ConversationSetup, prompts: dict[int, Prompt]) -> RoundResult:
+        scorer = make_scorer(RewardConfig(function=(f"{code}:length",)))
+        return play_round(setup, tokenizer, prompts, says=says, samples=2, scorer=scorer)[0]
+
+    mixed = play(setup, prompts)
+    alone = [
+        play(
+            ConversationSetup.of(env, tokenizer, "tiny"),
+            {group: each for group, each in prompts.items() if each.id.startswith(label)},
+        )
+        for label, env in zip(labels, config.environments, strict=True)
+    ]
+    expected: dict[Any, Any] = {}
+    for each in alone:
+        expected |= outcomes(each)
+    assert outcomes(mixed) == expected and len({key[:2] for key in expected}) == 24
+    assert [each.rollout.key for each in mixed.samples] == sorted(expected)
+    calls = [part.metrics["env/calls"].value for part in alone[1:]]
+    assert mixed.metrics["env/calls"].value == sum(calls)
+    turns = [part.metrics["env/turns_mean"] for part in alone[1:]]
+    whole = mixed.metrics["env/turns_mean"]
+    assert (whole.total, whole.count) == (sum(t.total for t in turns), sum(t.count for t in turns))
