@@ -73,7 +73,7 @@ class Agent:
 
     async def run(self, task, model):
         first = await model.chat(list(task.messages))
-        if "####" in first.content:
+        if "####" in first["content"]:
             return 1.0
         await model.chat([*task.messages, {"role": "user", "content": "Short!"}])
         return 0.0
