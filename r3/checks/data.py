@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from r3 import extras
 from r3.checks.functions import (
@@ -36,21 +37,15 @@ def check_data(
     training = data.path if config.trains else ()
     if not data.path and config.trains:
         errors.add("data.path", "is empty", FILES, value="")
-    fixes = {
-        "weights": "rows of all paths then form one pool",
-        "env": "env then holds for all rows",
-    }
-    for name, fix in fixes.items():
-        if (given := len(getattr(data, name))) not in (0, len(data.path)):
-            rule = f"has {given} values for the {len(data.path)} paths of data.path"
-            errors.add(f"data.{name}", rule, f"give one per path, or none: {fix}")
-    of_path = {path: columns for path in training}
-    if data.env and errors.sound("data.env"):
-        envs = zip(training, config.environments, strict=False)
-        of_path |= {path: columns_of(config, env=env) for path, env in envs}
+    if data.weights and len(data.weights) != len(data.path):
+        rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
+        fix = "give one per path, or none: rows of all paths then form one pool"
+        errors.add("data.weights", rule, fix)
+    envs = config.environments if errors.sound("data.env") else (config.env,) * len(training)
+    of_path = [columns_of(replace(config, env=env)) for env in envs]
     train = [
         row
-        for path, how in of_path.items()
+        for path, how in dict.fromkeys(zip(training, of_path, strict=False))
         for row in _check_rows(path, how, errors, "data.path", read)
     ]
     # Sets may differ in sampling alone: a path is read once for each way of scoring it.
@@ -60,16 +55,14 @@ def check_data(
     heldout = [
         row for path, how in held_out for row in _check_rows(path, how, errors, "eval.path", read)
     ]
+    needed = config.rollout.prompts_per_step
     if (
         training
         and errors.sound("data.path", "rollout.prompts_per_step")
         and all(map(extras.sources().is_near, training))
-        and len(train) < config.rollout.prompts_per_step
+        and len(train) < needed
     ):
-        rule = (
-            f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different "
-            "prompts"
-        )
+        rule = f"has {len(train)} rows, and a step takes {needed} different prompts"
         errors.add("data.path", rule, "give more rows, or lower rollout.prompts_per_step")
     check_gym(config, errors, training, sets)
     return train, heldout

@@ -61,10 +61,8 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         collect(lambda: functions_of_algorithm(config.algo))
     if config.env.path and not config.env.command:
         collect(lambda: notes.extend(extras.environments().environment_notes(config.env, config)))
-    for spec in dict.fromkeys(each for each in config.data.env if ":" in each and config.trains):
-        env = config.env.named(spec)
-        load = partial(extras.environments().environment_notes, env, replace(config, env=env))
-        collect(load, {spec: "data.env"})
+    if config.data.env and config.trains:
+        extras.mixture().load_environments(config, collect)
     named = {spec: "eval.function" for spec in config.eval.function}
     named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
     collect(load_rewards, named | {spec: "reward.function" for spec in config.reward.function})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from r3.config import Config, EnvConfig, EvalSet
+from r3.config import Config, EvalSet
 from r3.config.arguments import kind_of
 from r3.data.conversation import (
     half_character,
@@ -102,15 +102,9 @@ class RowProblem(Problem):
         return self._where if self.column in ("file", "row") else f"{self._where}:{self.column}"
 
 
-def columns_of(
-    config: Config, each: EvalSet | None = None, env: EnvConfig | None = None
-) -> Columns:
-    """Return the columns that a run reads from training rows, or from those of a held-out set.
-
-    Args:
-        env: the environment of the training rows; None: `config.env`.
-    """
-    data, env, functions = config.data, env or config.env, config.reward.function
+def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
+    """Return the columns that a run reads from training rows, or from those of a held-out set."""
+    data, env, functions = config.data, config.env, config.reward.function
     if each is not None:
         data, env = each.data(data), each.environment(env)
         functions = each.functions(config.reward)

@@ -5,7 +5,7 @@ from r3 import names_of
 __getattr__ = names_of(
     __name__,
     order="Order verdict",
-    check="check_sources",
+    check="check_sources load_environments",
     environments="of_sources",
     source="followed source_names",
 )

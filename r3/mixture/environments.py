@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, cast
 
 from r3.config import Config, EnvConfig
+from r3.data.prompts import source_labels
 from r3.data.rows import Columns, columns_of
 from r3.engine import Sampled, Turn
 from r3.rewards.scorer import RewardResult, Scorer
@@ -27,15 +28,11 @@ OfSources = tuple[ConversationSetup, dict[str, tuple[Columns, Sequence[Any]]]]
 
 
 def of_sources(
-    config: Config,
-    labels: Sequence[str],
-    plain: ConversationSetup,
-    template_kwargs: Mapping[str, Any],
+    config: Config, plain: ConversationSetup, template_kwargs: Mapping[str, Any]
 ) -> OfSources:
     """Return the environments of the sources, and how each reads and shows its rows.
 
     Args:
-        labels: of the sources.
         plain: what conversations of held-out sets are made of.
 
     Raises:
@@ -44,11 +41,11 @@ def of_sources(
     model = config.model.shape().source
     made: dict[EnvConfig, ConversationSetup] = {}
     parts, own = {}, {}
-    for label, env in zip(labels, config.environments, strict=True):
+    for label, env in zip(source_labels(config.data.path), config.environments, strict=True):
         if env not in made:
             made[env] = ConversationSetup.of(env, plain.tokenizer, model, template_kwargs)
         parts[label] = made[env]
-        own[label] = (columns_of(config, env=env), made[env].environments.tools)
+        own[label] = (columns_of(replace(config, env=env)), made[env].environments.tools)
     setup = MixedSetup(
         environments=MixedEnvironments(config.env, list(made.values())),
         tokenizer=plain.tokenizer,

@@ -12,7 +12,7 @@ from typing import Any
 from r3 import extras
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
-from r3.data.prompts import Dataset, load_prompts, source_labels
+from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.rows import columns_of
 from r3.data.sources import ReadsRows, read_once
@@ -144,9 +144,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
 
     setup, of_sources = conversation_setup, {}
     if data.env and config.trains:
-        setup, of_sources = extras.mixture().of_sources(
-            config, source_labels(data.path), setup, template_kwargs
-        )
+        setup, of_sources = extras.mixture().of_sources(config, setup, template_kwargs)
     prompts, longest = Dataset(prompts=()), 0
     if config.trains:
         prompts = read_prompts(
