@@ -73,14 +73,14 @@ class DataConfig:
     a reward may read; functions of your own may read all."""
 
     @property
-    def has_one_source(self) -> bool:
-        """Whether all rows come from one source."""
-        return len(self.path) == 1
+    def num_sources(self) -> int:
+        """Number of sources of training rows."""
+        return len(self.path)
 
     @property
     def is_followed(self) -> bool:
         """Whether the pass rates of rows or sources are followed (`r3.mixture`)."""
-        return len(self.path) > 1 or bool(self.curriculum)
+        return self.num_sources > 1 or bool(self.curriculum)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ def check_sources(config: Config, errors: Findings) -> None:
     data = config.data
     for each in filter(None, dict.fromkeys(data.env)):
         check_environment_name(each, "data.env", errors)
-    if data.env and len(data.env) != len(data.path):
-        rule = f"has {len(data.env)} values for the {len(data.path)} paths of data.path"
-        errors.add("data.env", rule, "give one per path, or none: env then holds for all rows")
+    if data.env and len(data.env) != data.num_sources:
+        rule = f"has {len(data.env)} values for the {data.num_sources} sources of rows"
+        errors.add("data.env", rule, "give one per source, or none: env then holds for all rows")
     if data.env and config.rollout.step_token_budget:
         rule = "names environments of sources, and rollout.step_token_budget needs one for all rows"
         errors.add("data.env", rule, "set the budget to 0, or leave data.env out")

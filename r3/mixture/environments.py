@@ -28,11 +28,15 @@ OfSources = tuple[ConversationSetup, dict[str, tuple[Columns, Sequence[Any]]]]
 
 
 def of_sources(
-    config: Config, plain: ConversationSetup, template_kwargs: Mapping[str, Any]
+    config: Config,
+    paths: Sequence[str],
+    plain: ConversationSetup,
+    template_kwargs: Mapping[str, Any],
 ) -> OfSources:
     """Return the environments of the sources, and how each reads and shows its rows.
 
     Args:
+        paths: the sources.
         plain: what conversations of held-out sets are made of.
 
     Raises:
@@ -41,7 +45,7 @@ def of_sources(
     model = config.model.shape().source
     made: dict[EnvConfig, ConversationSetup] = {}
     parts, own = {}, {}
-    for label, env in zip(source_labels(config.data.path), config.environments, strict=True):
+    for label, env in zip(source_labels(paths), config.environments, strict=True):
         if env not in made:
             made[env] = ConversationSetup.of(env, plain.tokenizer, model, template_kwargs)
         parts[label] = made[env]

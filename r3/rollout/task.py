@@ -144,7 +144,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
 
     setup, of_sources = conversation_setup, {}
     if data.env and config.trains:
-        setup, of_sources = extras.mixture().of_sources(config, setup, template_kwargs)
+        setup, of_sources = extras.mixture().of_sources(config, data.path, setup, template_kwargs)
     prompts, longest = Dataset(prompts=()), 0
     if config.trains:
         prompts = read_prompts(

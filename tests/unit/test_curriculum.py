@@ -191,7 +191,7 @@ def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: P
     config = changed(settings, tiny_config())
     plain = ConversationSetup.of(config.env, tokenizer, "tiny")
     labels = [f"{i}.jsonl" for i in range(4)]
-    setup, _ = of_sources(config, plain, {})
+    setup, _ = of_sources(config, config.data.path, plain, {})
     prompts = {i: replace(numbered(i), id=f"{i * 3 % 4}.jsonl:{i}") for i in range(12)}
 
     def says(turn: Turn) -> str:

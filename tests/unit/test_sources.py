@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -467,3 +468,23 @@ def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
     for bad in ("size", "size=2,size=3", "size=NaN", "colour=1", "min_terms=0"):
         assert read_rows(f"gym:chain_sum,{bad}", Columns())[1], bad
     assert read_rows("gym:no_such_task", Columns())[1]
+
+
+def test_a_procedural_task_has_the_levels_of_its_curriculum() -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+
+    def terms(settings: str) -> set[int]:
+        rows, problems = read_rows(f"gym:chain_sum,size=50,{settings}", Columns())
+        assert not problems, problems
+        return {len(re.findall(r"\d+", row.messages[0]["content"])) for row in rows}
+
+    # As reasoning-gym has it, a level contains the ones below it: here sums of 2 terms and more.
+    assert terms("level=0") == {2} and terms("level=3") == {2, 3, 4, 5}
+    assert terms("level=3,max_terms=4") == {2, 3, 4}  # a setting is stronger than the level
+    for bad in ("level=-1", "level=99", "level=1.5", "level=hard"):
+        (problem,) = read_rows(f"gym:chain_sum,{bad}", Columns())[1]
+        assert "has levels 0 to" in problem.rule, problem
+    (problem,) = read_rows("gym:gsm_symbolic,level=1", Columns())[1]
+    assert "No curriculum" in problem.rule
+    (problem,) = read_rows("gym:composite", Columns())[1]
+    assert "data.weights" in problem.fix

@@ -122,7 +122,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
         ),
         "low_bound": (not masks, f"algo.correction {algo.correction} has no lower bound"),
         "high_bound": (not masks and not truncates, f"algo.correction is {algo.correction}"),
-        "sources": (config.data.has_one_source, "there is one source of rows"),
+        "sources": (config.data.num_sources == 1, "there is one source of rows"),
         "several_rewards": (
             len(config.reward.function) == 1,
             "there is one reward function, which decides",

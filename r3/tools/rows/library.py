@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,12 @@ def _gym(source: str) -> Numbered:
         if not (name and text):
             raise Fault(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
         values[name] = argument_value(text)
+    if task == "composite":
+        fix = "give each task as a source of its own, with data.weights"
+        raise Fault("a composite has tasks of its own, which this form cannot name", fix)
     try:
+        if "level" in values:
+            values = _of_level(reasoning_gym, task, values.pop("level")) | values
         entries = reasoning_gym.create_dataset(task, **values)
     except (ValueError, TypeError, AssertionError) as error:
         # An unknown task, an unknown setting, a bad value
@@ -124,3 +130,17 @@ def _gym(source: str) -> Numbered:
         entry = entries[index]
         row = {"question": entry["question"], "answer": str(entry["answer"] or "")}
         yield index + 1, {**row, "gym": task, "entry": dict(entry)}
+
+
+def _of_level(reasoning_gym: Any, task: str, level: Any) -> dict[str, Any]:
+    """The settings of a task at a level of its own curriculum, which ends at its hardest attribute.
+
+    Raises:
+        ValueError: the task has no curriculum, or the curriculum no such level.
+    """
+    curriculum = reasoning_gym.factory.create_curriculum(task)
+    count = max((len(each.levels) for each in curriculum.attributes.values()), default=0)
+    if type(level) is not int or not 0 <= level < count:
+        raise ValueError(f"level = {level!r}: {task} has levels 0 to {count - 1}")
+    curriculum.set_global_level(level)
+    return asdict(curriculum.generate_configuration())
