@@ -14,8 +14,7 @@ __getattr__ = names_of(
     ),
     goal="Goal best_step",
     lock="hold require_free",
-    manifest="damage_of measure measure_durably read_manifest write_manifest",
+    manifest="RunState damage_of measure measure_durably read_manifest write_manifest",
     open="Opened ResumeError newest_whole open_run",
     session="Phases RankError Session build_run require_one_start",
-    state="RunState",
 )

@@ -26,8 +26,7 @@ from r3.run.checkpoint import CheckpointFiles
 from r3.run.folder import step_folders, sync_to_disk
 from r3.run.goal import best_step
 from r3.run.lock import RunLock
-from r3.run.manifest import FileFacts, measure_durably, write_manifest
-from r3.run.state import RunState
+from r3.run.manifest import FileFacts, RunState, measure_durably, write_manifest
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.terminal import say

@@ -34,8 +34,7 @@ from r3.run.folder import (
     write_text,
 )
 from r3.run.lock import RunLock, hold, unusable
-from r3.run.manifest import damage_of, run_id_of, summary
-from r3.run.state import Digests, RunState
+from r3.run.manifest import Digests, RunState, damage_of, run_id_of, summary
 
 if TYPE_CHECKING:
     from r3.runtime.mesh import Axis

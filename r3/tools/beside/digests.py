@@ -27,7 +27,7 @@ from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
-from r3.run.state import Digests, RunState
+from r3.run.manifest import Digests, RunState
 from r3.types import Prompt
 
 _PACKAGES = (
