@@ -174,9 +174,7 @@ def swe_task(runs: Path, output: str) -> None:
     assert len(episodes) == 32 and len({each["reward"] for each in episodes}) > 1
     for index, episode in enumerate(episodes):
         row = rows[int(episode["id"].rpartition(":")[2]) - 1]  # ids count lines
-        assert episode["reward"] == reward_of_plain_tests(
-            runs / f"again-{index}", row, episode["edits"]
-        )
+        assert episode["reward"] == plain_reward(runs / f"again-{index}", row, episode["edits"])
     rewards = [
         json.loads(line)["reward"]
         for file in (runs / "swe-task" / "rollouts").glob("step_*.jsonl")
@@ -185,7 +183,7 @@ def swe_task(runs: Path, output: str) -> None:
     assert sorted(rewards) == sorted(each["reward"] for each in episodes)
 
 
-def reward_of_plain_tests(folder: Path, row: dict[str, Any], edits: str) -> float:
+def plain_reward(folder: Path, row: dict[str, Any], edits: str) -> float:
     """The reward by `git apply` and plain unittest, without the example's code."""
     if not edits:
         return 0.0
