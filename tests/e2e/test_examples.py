@@ -265,6 +265,8 @@ def folder_of_python_3_12() -> Path:
 def test_example_runs_and_does_what_it_claims(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name in os.environ.get("R3_EXAMPLES_LEFT_OUT", "").split():
+        pytest.skip(f"R3_EXAMPLES_LEFT_OUT names {name}")
     folder = checkout(tmp_path / "r3", is_warm=True)
     page = f"examples/{name}/README.md"
     found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
