@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
@@ -178,7 +179,9 @@ def harbor_reports(python: Path, folder: Path) -> None:
 
     rows = [{"task": f"shop-{index}"} for index in range(4)]
     command = f"{python} {ROOT}/examples/harbor/agent.py:Agent"
-    found = played(command, rows, says, f"tasks={tasks}", retries=0, on_error="drop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("R3_RUN_DIR", str(folder))  # trials go there, as those of a run
+        found = played(command, rows, says, f"tasks={tasks}", retries=0, on_error="drop")
     by_row = {each.rollout.key[0]: each.reward for each in found.samples}
     # An agent that writes the reward, also by a daemon, does not get it. One that mends the
     # repository does, also if its time is over then. A verifier that does not end is no reward.
