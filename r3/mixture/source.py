@@ -59,7 +59,7 @@ class _Followed(RolloutSource):
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Continue from the files of a checkpoint by name."""
         super().load_state_dict(state)
-        if self._order and _FILE in state:
+        if self._order:
             self._order.load_state_dict(json.loads(state[_FILE]))
 
     def _prompts(self, start: int, count: int) -> list[Prompt]:

@@ -290,7 +290,7 @@ def _waiting(
     # If the client hangs up, nobody asks for its end any more.
     called.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def live() -> AsyncIterator[str]:
+    async def events() -> AsyncIterator[str]:
         while not called.done():
             yield sign
             await asyncio.wait({called}, timeout=_SILENT_S)
@@ -300,7 +300,7 @@ def _waiting(
             named = {"type": "error"} if request.url.path == _RESPONSES else {}
             yield _events([named | _error(request, error)])
 
-    return StreamingResponse(live(), media_type=_EVENTS)
+    return StreamingResponse(events(), media_type=_EVENTS)
 
 
 def _events(parts: list[Any]) -> str:
