@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,13 @@ from r3.config import Config
 from r3.engine.direct_weights import matrices
 from r3.layers import packed_params, zigzag_rows
 from r3.models import Experts, joined, read_small_files
-from r3.models.shape import ModelShape, ShapeError
+from r3.models.shape import ModelShape
 from r3.policy import Policy, chained
 from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, export
 from r3.types import MicroBatch
-from tests.errors import message_of
 from tests.families import as_ling, transformers_model
 from tests.policies import batches_of, one_update, policy_of, require_planned, save_checkpoint
 from tests.tiny import tiny_config
@@ -350,33 +348,6 @@ def gradient_differences(
         ),
         "grad_norm": abs(norm / expected_norm - 1),
     }
-
-
-def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
-    """Messages about checkpoints whose tensors are not the model's."""
-    from safetensors.torch import save_file
-
-    mesh = build_mesh(device, tiny_config().parallel)
-    source = tensors_of(Path(folder))
-    first = "model.layers.0.mlp.experts.3.up_proj.weight"
-    spoiled = {
-        "missing": {name: tensor for name, tensor in source.items() if name != first},
-        "extra": source | {"model.layers.0.mlp.experts.8.up_proj.weight": source[first].clone()},
-        "misshaped": source | {first: source[first][:-1].clone()},
-    }
-    messages = {}
-    for kind, tensors in spoiled.items():
-        target = Path(out) / kind
-        target.mkdir()
-        for file in Path(folder).glob("*.json"):
-            if "index" not in file.name:
-                shutil.copyfile(file, target / file.name)
-        save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
-        messages[kind] = message_of(
-            lambda target=target: policy_of(device, mesh, tiny_config(target)),
-            ShapeError,
-        )
-    return messages
 
 
 def expert_biases(device: Device, *, folder: str, out: str) -> None:

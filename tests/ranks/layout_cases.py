@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3 import extras
 from r3.backends import KnownShapes
-from r3.layers import packed_params
 from r3.lora import frozen_tensors
 from r3.metrics import DEPTHS
 from r3.models import CheckpointReader
@@ -40,30 +38,6 @@ from tests.policies import (
     save_checkpoint,
 )
 from tests.tiny import tiny_config
-
-
-def logits(device: Device, *, model: str, ep: int = 1) -> float:
-    """Largest |difference| of the shard's logits from transformers', for packed sequences."""
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config(model, parallel={"ep": ep})
-    mesh, policy = build(device, config)
-    # Every data-parallel rank has other sequences
-    generator = torch.Generator().manual_seed(10 + mesh.dp.rank)
-    sequences = [torch.randint(3, 400, (n,), generator=generator) for n in (33, 7, 64)]
-    borders = np.cumsum([0, *(len(s) for s in sequences)]).tolist()
-    with torch.no_grad():
-        ours = policy.chunks[0](
-            torch.cat(sequences)[None],
-            torch.cat([torch.arange(len(s)) for s in sequences])[None],
-            None,
-            packed_seq_params=packed_params(borders, device.torch),
-        )[0]
-        reference = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
-        )
-        theirs = torch.cat([reference(s[None]).logits[0] for s in sequences])
-    return float((ours - theirs).abs().max())
 
 
 def gradients(
@@ -237,8 +211,8 @@ def second_update(
     )
 
 
-def fused_adam(device: Device, *, out: str) -> None:
-    """Compare the first update of torch's default AdamW and of the fused one, then resume.
+def fused_adam(device: Device) -> None:
+    """Compare the first update of torch's default AdamW and of the fused one.
 
     Only the first update is compared: where a gradient is almost zero, Adam turns its rounding
     into whole steps in later updates.
@@ -262,14 +236,6 @@ def fused_adam(device: Device, *, out: str) -> None:
     one_update(plain, batch, total_updates=4)
     one_update(fused, batch, total_updates=4)
     expected, found = mains(plain), mains(fused)
-    saved = save_checkpoint(Path(out), fused, device, mesh, step=1, keep=0)
-    resumed = Policy(config, device, mesh, plain.shape)
-    load_checkpoint(saved, resumed, device, mesh)
-    for _ in range(2):
-        one_update(fused, batch, total_updates=4)
-        one_update(resumed, batch, total_updates=4)
-    straight, again = mains(fused), mains(resumed)
-    assert all(torch.equal(straight[key], again[key]) for key in began), "resumed bit for bit"
     # One step of lr 1e-3 in float32: both round the last bits of numbers up to 1.
     moved = max(float((expected[key] - began[key]).abs().max()) for key in began)
     off = max(float((expected[key] - found[key]).abs().max()) for key in began)
