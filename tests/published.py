@@ -102,11 +102,6 @@ class Published:
     diagonal: tuple[str, ...] = ()
 
     @property
-    def has_engine(self) -> bool:
-        """Whether vLLM samples from it on CPU. If not, its runs are supervised."""
-        return "rl" not in self.limits
-
-    @property
     def dtype(self) -> str:
         """Data type in which policy and engine are compared on CPU."""
         return "bfloat16" if self.family in HALF_ENGINE_FAMILIES else "float32"

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.unit
 
 
 def unproved(found: dict[str, dict[str, str]]) -> set[str]:
-    """Architectures without a layout that trained: by RL, or by SFT where CPU has no engine."""
+    """Architectures without a layout that trained by RL."""
     proved = {
         layout.listed
         for name, layout in LAYOUTS.items()
-        if found.get(name, {}).get("rl" if layout.has_engine else "sft") == "passed"
+        if found.get(name, {}).get("rl") == "passed"
     }
     return FAMILIES.keys() - proved
 
