@@ -35,42 +35,42 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def algo_of(words: argparse.Namespace) -> AlgoConfig:
+def algo_of(args: argparse.Namespace) -> AlgoConfig:
     """The settings of a run that would use the function.
 
     Raises:
         ConfigError: there is no such function, or an argument is not key=value.
     """
-    name = "advantage" if words.advantage else "loss"
-    values = {f"algo.{name}": words.function, "algo.args": tuple(words.args)}
+    name = "advantage" if args.advantage else "loss"
+    values = {f"algo.{name}": args.function, "algo.args": tuple(args.args)}
     problems = [SETTINGS[field].problem(value) for field, value in values.items()]
-    if words.args and words.function in (*LOSSES, *ADVANTAGES):
-        rule, fix = f"the built-in {words.function} takes none", "leave them out"
-        problems.append(Problem("algo.args", words.args, rule, fix))
-    if found := [problem for problem in problems if problem]:
-        raise ConfigError(found)
-    args = values["algo.args"]
-    if words.advantage:
-        return AlgoConfig(advantage=words.function, args=args)
-    return AlgoConfig(loss=words.function, args=args)
+    if args.args and args.function in (*LOSSES, *ADVANTAGES):
+        rule, fix = f"the built-in {args.function} takes none", "leave them out"
+        problems.append(Problem("algo.args", args.args, rule, fix))
+    if faults := [problem for problem in problems if problem]:
+        raise ConfigError(faults)
+    checked_args = values["algo.args"]
+    if args.advantage:
+        return AlgoConfig(advantage=args.function, args=checked_args)
+    return AlgoConfig(loss=args.function, args=checked_args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print every check with its result; end with code 1 if one fails."""
-    words = parse(sys.argv[1:] if argv is None else argv)
-    role = "advantage" if words.advantage else "loss"
+    args = parse(sys.argv[1:] if argv is None else argv)
+    role = "advantage" if args.advantage else "loss"
     try:
-        findings = run_contract(algo_of(words), role)
+        findings = run_contract(algo_of(args), role)
     except (AlgorithmError, ConfigError) as error:
         say(f"r3.check_loss: {error}", error=True)
         raise SystemExit(1 if isinstance(error, AlgorithmError) else 2) from None
-    say(f"{words.function} as algo.{role}")
-    for each in findings:
-        word = "ok" if not each.fault else "FAILS" if each.required else "note"
-        say(f"  {word:6}{each.claim}")
-        if each.fault:
-            say(f"        {each.fault}")
-    failed = sum(bool(each.fault) and each.required for each in findings)
+    say(f"{args.function} as algo.{role}")
+    for finding in findings:
+        word = "ok" if not finding.fault else "FAILS" if finding.required else "note"
+        say(f"  {word:6}{finding.claim}")
+        if finding.fault:
+            say(f"        {finding.fault}")
+    failed = sum(bool(finding.fault) and finding.required for finding in findings)
     if failed:
         say(f"{failed} of {len(findings)} checks failed: do not train with this function")
         raise SystemExit(1)

@@ -138,11 +138,11 @@ def check_collectives(context: DoctorContext) -> str:
         axis for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group is not None
     ]
     for axis in axes:
-        found = axis.all_reduce(torch.tensor([1.0, axis.rank], device=run.device.torch)).tolist()
+        sums = axis.all_reduce(torch.tensor([1.0, axis.rank], device=run.device.torch)).tolist()
         expected = [axis.size, axis.size * (axis.size - 1) / 2]
-        if found != expected:
+        if sums != expected:
             problems.append(
-                f"axis {axis.name}: the sum of ones and of ranks is {found}, not {expected}"
+                f"axis {axis.name}: the sum of ones and of ranks is {sums}, not {expected}"
             )
     gathered = world.all_gather_object(("rank", world.rank))
     if gathered != [("rank", rank) for rank in range(world.size)]:
@@ -393,11 +393,11 @@ def check_depth(context: DoctorContext) -> str:
     (rollouts, *_) = run.mesh.world.all_gather_object(rollouts if run.engine.is_leader else [])
     batch = _batch_of(rollouts, run)
     mode: Mode = "replay" if run.engine.capture else "live"
-    found = pass_figures(run.policy, run.policy.score(batch, mode=mode))
+    figures = pass_figures(run.policy, run.policy.score(batch, mode=mode))
 
     def of(figure: str) -> dict[str, float]:
         keys = {depth: f"{figure}_depth/{depth}" for depth in DEPTHS}
-        return {depth: found[key] for depth, key in keys.items() if key in found}
+        return {depth: figures[key] for depth, key in keys.items() if key in figures}
 
     means, agreement = of("abs_mean"), of("agreement")
     if grown := growth(means):
@@ -449,12 +449,12 @@ CHECKS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all checks, print one line per check, end the process with 0 or 1."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    config = cli.parse([word for word in words if word != "--fast"]).config
+    argv = list(sys.argv[1:] if argv is None else argv)
+    config = cli.parse([word for word in argv if word != "--fast"]).config
     # Coded routes must not be replaced by likelier ones.
     config = with_values(config, {"replay.plausibility": 0.0})
     count, failed = 0, []
-    for result in examine_machines(config) if "--fast" in words else examine_path(config):
+    for result in examine_machines(config) if "--fast" in argv else examine_path(config):
         count += 1
         failed += [] if result.passed else [result.name]
         _report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.text}")
@@ -468,9 +468,9 @@ def examine_machines(config: Config) -> Iterator[CheckResult]:
     device = init_device(timeout_s=_JOIN_S)
     _report(f"r3.doctor --fast on {device.world_size} rank(s)")
     world = Axis.of("world", dist.group.WORLD)
-    for found in health.findings(health.measure(device, world, RunDir.of(config).path)):
-        text = " | ".join(found.problems) or found.text
-        yield CheckResult(name=found.name, passed=not found.problems, text=text)
+    for finding in health.findings(health.measure(device, world, RunDir.of(config).path)):
+        text = " | ".join(finding.problems) or finding.text
+        yield CheckResult(name=finding.name, passed=not finding.problems, text=text)
 
 
 def examine_path(config: Config) -> Iterator[CheckResult]:

@@ -79,8 +79,8 @@ def parse(argv: Sequence[str]) -> Order:
     parser.add_argument("--step", help="step of the checkpoint, or best; if not given, the newest")
     parser.add_argument("--to", type=Path, help="folder to write; RUN_DIR/hf/step_N if not given")
     parser.add_argument("--adapter", action="store_true", help="write the PEFT adapter alone")
-    words = parser.parse_args(argv)
-    run_dir = RunDir(words.run_dir)
+    args = parser.parse_args(argv)
+    run_dir = RunDir(args.run_dir)
     saved = dict(step_folders(run_dir.checkpoints))
     if not (run_dir.config.exists() and saved):
         what = "checkpoint" if run_dir.config.exists() else "config.yaml"
@@ -94,16 +94,16 @@ def parse(argv: Sequence[str]) -> Order:
     elif best.is_dir():  # as tools that follow links copy it
         with suppress(DamageError):
             names["best"] = read_manifest(best).step
-    step = names.get(words.step, -1)
-    kept = run_dir.path / "adapter" / f"step_{step:06d}" if words.adapter else run_dir.hf(step)
-    to = words.to or kept
+    step = names.get(args.step, -1)
+    kept = run_dir.path / "adapter" / f"step_{step:06d}" if args.adapter else run_dir.hf(step)
+    to = args.to or kept
     problems: list[Problem] = []
     if step not in saved:
         rule = f"is not kept; the run has checkpoints of steps {', '.join(map(str, saved))}"
-        if words.step == "best":
+        if args.step == "best":
             rule = "there is none: the run was made without checkpoint.keep_best"
-        problems.append(Problem("--step", words.step, rule, "choose one of them"))
-    if words.adapter and not config.uses_lora:
+        problems.append(Problem("--step", args.step, rule, "choose one of them"))
+    if args.adapter and not config.uses_lora:
         fix = "leave it out: all parameters were trained"
         problems.append(Problem("--adapter", True, "the run has no adapters (lora.rank 0)", fix))
     if to.exists():
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str]) -> Order:
         tokenizer = load_tokenizer(shape.source)
         problems += _changed(run_dir, config, shape.source, small_files, tokenizer)
         ranks = ranks_of(config, shape)
-        if words.adapter and (joined_name := joined_in(shape, ranks)):
+        if args.adapter and (joined_name := joined_in(shape, ranks)):
             rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
             fix = "leave --adapter out: the merged model has everything"
             problems.append(config.model.problem(rule, fix))
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> Order:
         checkpoint=saved[step],
         step=step,
         to=to,
-        adapter=words.adapter,
+        adapter=args.adapter,
     )
 
 

@@ -57,16 +57,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, or print in one line what is missing."""
-    words = parse(sys.argv[1:] if argv is None else argv)
-    limits = Limits(steps=tuple(words.steps), samples=words.samples, tokens=words.tokens)
+    args = parse(sys.argv[1:] if argv is None else argv)
+    limits = Limits(steps=tuple(args.steps), samples=args.samples, tokens=args.tokens)
     try:
-        page = render(page_data(words.run_dirs, limits), plotly_source())
+        page = render(page_data(args.run_dirs, limits), plotly_source())
     except Fault as error:
         say(f"r3.report: {error}", error=True)
         raise SystemExit(2) from None
-    write_text(words.output, page)
-    size = words.output.stat().st_size / 2**20
-    say(f"{words.output}: {len(words.run_dirs)} run(s), {size:.1f} MiB")
+    write_text(args.output, page)
+    size = args.output.stat().st_size / 2**20
+    say(f"{args.output}: {len(args.run_dirs)} run(s), {size:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from r3 import checks as validate
-from r3.cli.words import split_words
+from r3.cli.words import split_arguments
 from r3.config import Config, ConfigError, Problem, read_values, with_values
 from r3.models.hub import folder_of
 from r3.policy import Policy, TokenScores
@@ -109,15 +109,15 @@ def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
     Args:
         problems: gets everything that is wrong with the words.
     """
-    words = split_words(argv, problems)
-    others = [*words.own, *sorted(words.switches)]
+    args = split_arguments(argv, problems)
+    others = [*args.own, *sorted(args.switches)]
     problems += [
-        Problem(f"--{each}", "", "is a flag of train.py", "leave it out") for each in others
+        Problem(f"--{name}", "", "is a flag of train.py", "leave it out") for name in others
     ]
     rule = "is neither a flag nor a flag's value"
-    problems += [Problem("WORD", word, rule, "leave it out") for word in words.bases]
-    values = read_values(words.flags, problems, words.warnings)
-    for warning in words.warnings:
+    problems += [Problem("WORD", word, rule, "leave it out") for word in args.bases]
+    values = read_values(args.flags, problems, args.warnings)
+    for warning in args.warnings:
         say(f"warning: {warning}", error=True)
     return values
 
@@ -155,52 +155,52 @@ def parse(argv: Sequence[str]) -> Order:
         help="decode the dump's tokens by the engine too, with the policy's weights or those of a "
         "Hugging Face folder, and show where engine and policy part",
     )
-    words, flags = parser.parse_known_args(argv)
-    run_dir = RunDir(words.run_dir)
+    args, flags = parser.parse_known_args(argv)
+    run_dir = RunDir(args.run_dir)
     try:
         config = config_of_run(run_dir.path)
     except OSError:
         rule, fix = "there is no config.yaml to read", "give the folder of a run"
-        raise ConfigError.of("RUN_DIR", str(words.run_dir), rule, fix) from None
+        raise ConfigError.of("RUN_DIR", str(args.run_dir), rule, fix) from None
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
     values = flag_values(flags, problems)
-    matters = _MATTERS if words.engine is None else (*_MATTERS, "engine.")
+    matters = _MATTERS if args.engine is None else (*_MATTERS, "engine.")
     problems += [
         Problem(name, value, "has no effect on scores", "leave it out")
         for name, value in values.items()
         if not name.startswith(matters)
     ]
     config = with_values(config, values | unused)
-    if not run_dir.rollouts(words.step).exists():
-        dumped = dumped_steps(words.run_dir, "train")
+    if not run_dir.rollouts(args.step).exists():
+        dumped = dumped_steps(args.run_dir, "train")
         others = f"; the run dumped steps {dumped}" if dumped else ", nor any other step"
         fix = "choose one of them, or run with --log.rollouts_every 1"
-        problems.append(Problem("--step", words.step, f"is not dumped{others}", fix))
+        problems.append(Problem("--step", args.step, f"is not dumped{others}", fix))
         raise ConfigError(problems)
     try:
-        rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
+        rollouts, _, _ = read_rollouts(run_dir.rollouts(args.step))
     except (OSError, LookupError, ValueError, SafetensorError) as error:
         rule = f"its dump cannot be read: {error}"
-        problems.append(Problem("--step", words.step, rule, "choose another step"))
+        problems.append(Problem("--step", args.step, rule, "choose another step"))
         raise ConfigError(problems) from None
     if config.rollout.restricts:
         if any(one.sampling_mask is None and one.loss_mask_T.any() for one in rollouts):
             rule = "was sampled with rollout.top_p or top_k and has no sampling masks"
             fix = "choose a step that was dumped by R3 of 2026-12 or later"
-            problems.append(Problem("--step", words.step, rule, fix))
-        if words.engine is not None:
+            problems.append(Problem("--step", args.step, rule, fix))
+        if args.engine is not None:
             rule = "decodes over the whole vocabulary, and rollout.top_p or top_k sampled this dump"
-            problems.append(Problem("--engine", words.engine or "true", rule, "leave it out"))
-    weights = _weights(run_dir, config, words.step, rollouts, words.weights, problems)
+            problems.append(Problem("--engine", args.engine or "true", rule, "leave it out"))
+    weights = _weights(run_dir, config, args.step, rollouts, args.weights, problems)
     if weights:
         config = with_values(config, weights.settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems += [p for p in validate.problems(config, world_size) if p.place.startswith(matters)]
     parallel = config.parallel
-    whole = {"--save": words.save, "--engine": words.engine is not None}
-    for flag in (flag for flag, given in whole.items() if given):
+    whole = {"--save": args.save, "--engine": args.engine is not None}
+    for flag in (flag for flag, is_given in whole.items() if is_given):
         if max(parallel.tp, parallel.pp, parallel.cp) > 1:
             rule = (
                 f"needs whole sequences and all layers on a rank, and parallel.tp is {parallel.tp},"
@@ -208,18 +208,18 @@ def parse(argv: Sequence[str]) -> Order:
             )
             fix = "give --parallel.tp 1 --parallel.pp 1 --parallel.cp 1"
             problems.append(Problem(flag, "true", rule, fix))
-    if words.engine and not any(Path(words.engine).glob("*.safetensors")):
+    if args.engine and not any(Path(args.engine).glob("*.safetensors")):
         rule = "is no folder with *.safetensors"
-        problems.append(Problem("--engine", words.engine, rule, "such as RUN_DIR/hf/step_000010"))
+        problems.append(Problem("--engine", args.engine, rule, "such as RUN_DIR/hf/step_000010"))
     if problems or weights is None:
         raise ConfigError(problems)
     return Order(
         config=config,
-        step=words.step,
+        step=args.step,
         rollouts=tuple(rollouts),
         weights=weights,
-        save_to=run_dir.scores(words.step) if words.save else None,
-        engine=words.engine,
+        save_to=run_dir.scores(args.step) if args.save else None,
+        engine=args.engine,
     )
 
 
@@ -228,7 +228,7 @@ def _weights(
     config: Config,
     step: int,
     rollouts: Sequence[Rollout],
-    given: Path | None,
+    chosen: Path | None,
     problems: list[Problem],
 ) -> Weights | None:
     """The weights that sampled the dump; None, and a problem, if they do not exist any more."""
@@ -238,8 +238,8 @@ def _weights(
         problems.append(Problem("--step", step, rule, "choose a step of one version"))
         return None
     (policy_version,) = policy_versions
-    if given is not None:
-        return _given_weights(given, policy_version, problems)
+    if chosen is not None:
+        return _chosen_weights(chosen, policy_version, problems)
     if policy_version == 0:
         folder, text = Path(folder_of(config.model.path)), config.model.path
         return Weights.of(folder, policy_version, text, is_checkpoint=False)
@@ -259,7 +259,7 @@ def _weights(
     return None
 
 
-def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -> Weights | None:
+def _chosen_weights(folder: Path, policy_version: int, problems: list[Problem]) -> Weights | None:
     is_export = any(folder.glob("*.safetensors"))
     facts = json.loads((folder / "r3.json").read_text()) if (folder / "r3.json").exists() else {}
     if not is_export and "optimizer_step" not in facts:
@@ -303,7 +303,7 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Aligned lines, one per metric."""
     lines = [f"{'':10s}" + "".join(f"{label:>14s}" for label in rows)]
     for name in FIGURES:
-        cells = [f"{each[name]:14.6e}" if name in each else f"{'-':>14s}" for each in rows.values()]
+        cells = [f"{row[name]:14.6e}" if name in row else f"{'-':>14s}" for row in rows.values()]
         lines.append(f"{name:10s}" + "".join(cells))
     return lines
 
@@ -346,10 +346,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         save_scores(order.save_to, rollouts, batch, passes, mesh)
     parting: list[str] = []
     if engine:
-        found = sides(policy, rollouts, forced, mesh, tokens=tokens, different=different)
+        compared = sides(policy, rollouts, forced, mesh, tokens=tokens, different=different)
         exact = config.model.dtype == config.engine.dtype == "float32"
-        findings = found.findings(exact=exact) or ["engine and policy differ by rounding alone"]
-        parting = ["", *found.table(), *(f"finding     {each}" for each in findings)]
+        findings = compared.findings(exact=exact) or ["engine and policy differ by rounding alone"]
+        parting = ["", *compared.table(), *(f"finding     {each}" for each in findings)]
     if device.rank == 0:
         whole = config.rollout.samples_per_step
         part = f" of the step's {whole}" if len(rollouts) < whole else ""

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(
-    words: argparse.Namespace, notes: list[str]
+    args: argparse.Namespace, notes: list[str]
 ) -> tuple[str, list[tuple[str, list[Sample]]]]:
     """A heading, and lists of samples under their titles; `notes` gets what cannot be read.
 
@@ -60,27 +60,25 @@ def chosen(
         Fault: a step, a set or a prompt is not there.
     """
     for name in ("best", "worst"):
-        if (count := getattr(words, name)) is not None and count < 0:
+        if (count := getattr(args, name)) is not None and count < 0:
             raise Fault(f"--{name} {count}: must be >= 0. Give the number of samples to show")
-    kind: Kind = "eval" if words.eval else "train"
-    steps = dumped_steps(words.run_dir, kind)
-    step = words.step if words.step is not None else (steps[-1] if steps else 0)
-    sets = read_samples(words.run_dir, kind, step, notes)
-    if words.set and words.set not in sets:
+    kind: Kind = "eval" if args.eval else "train"
+    steps = dumped_steps(args.run_dir, kind)
+    step = args.step if args.step is not None else (steps[-1] if steps else 0)
+    sets = read_samples(args.run_dir, kind, step, notes)
+    if args.set and args.set not in sets:
         raise Fault(
-            f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
+            f"--set {args.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
         )
     samples = (
-        sets[words.set] if words.set else [sample for found in sets.values() for sample in found]
+        sets[args.set] if args.set else [sample for of_set in sets.values() for sample in of_set]
     )
     mean = sum(sample.reward for sample in samples) / len(samples)
-    name = words.set or ", ".join(sets)
-    heading = (
-        f"{words.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
-    )
-    if words.group is not None:
-        return heading, [(f"prompt {words.group}", _group(samples, words.group))]
-    counts = [words.best, words.worst]
+    name = args.set or ", ".join(sets)
+    heading = f"{args.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
+    if args.group is not None:
+        return heading, [(f"prompt {args.group}", _group(samples, args.group))]
+    counts = [args.best, args.worst]
     if counts == [None, None]:
         counts = [DEFAULT_COUNT, DEFAULT_COUNT]
     most, least = (count or 0 for count in counts)
@@ -91,31 +89,31 @@ def chosen(
     others = [sample for sample in samples if sample not in highest]
     lowest = sorted(others, key=lambda sample: sample.reward)[:least]
     parts = [("highest rewards", highest), ("lowest rewards", lowest)]
-    return heading, [(title, found) for title, found in parts if found]
+    return heading, [(title, listed) for title, listed in parts if listed]
 
 
 def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
-    found = [sample for sample in samples if group in (str(sample.group), sample.prompt_id)]
-    if not found:
+    own = [sample for sample in samples if group in (str(sample.group), sample.prompt_id)]
+    if not own:
         groups = sorted({sample.group for sample in samples})
         example = samples[0].prompt_id
         raise Fault(
             f"--group {group}: no such prompt in this dump. Give a group number from {groups[0]} "
             f"to {groups[-1]} or a prompt id such as {example}"
         )
-    return found
+    return own
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the conversations, or in one line what is missing."""
-    words = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         notes: list[str] = []
-        heading, parts = chosen(words, notes)
+        heading, parts = chosen(args, notes)
     except Fault as error:
         say(f"r3.show: {error}", error=True)
         raise SystemExit(2) from None
-    console = Console(width=words.width, highlight=False)
+    console = Console(width=args.width, highlight=False)
     console.print(Text(visible(heading), style="bold"))
     for note in notes:
         console.print(Text(visible(note), style="yellow"))

@@ -40,26 +40,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Show the run until its end, or print in one line what is wrong."""
-    words = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        if not words.every > 0:
-            raise Fault(f"--every {words.every:g}: must be > 0. Give the seconds between two looks")
-        facts = read_run(words.run_dir)
+        if not args.every > 0:
+            raise Fault(f"--every {args.every:g}: must be > 0. Give the seconds between two looks")
+        facts = read_run(args.run_dir)
     except Fault as error:
         say(f"r3.watch: {error}", error=True)
         raise SystemExit(2) from None
     console = Console(highlight=False)
-    if words.once:
+    if args.once:
         console.print(_look(facts))
         return
     try:
         with Live(console=console, refresh_per_second=4, screen=False) as live:
             while True:
-                facts = read_run(words.run_dir)
+                facts = read_run(args.run_dir)
                 live.update(_look(facts))
                 if facts.end or facts.is_finished:
                     return
-                time.sleep(words.every)
+                time.sleep(args.every)
     except KeyboardInterrupt:
         return
 

@@ -63,7 +63,7 @@ def examine(
     config: Config,
     world_size: int,
     known_shape: ModelShape | None = None,
-    given: Collection[str] | None = None,
+    named: Collection[str] | None = None,
     read: ReadsRows = read_rows,
 ) -> Report:
     """Problems and warnings, with every file read once.
@@ -73,7 +73,7 @@ def examine(
         world_size: number of ranks.
         known_shape: shape to check against if there is no folder of a model, for a dry run of a
             model that is not downloaded. The missing folder is a problem all the same.
-        given: settings that the user named, as opposed to those of a preset; None: all of them.
+        named: settings that the user named, as opposed to those of a preset; None: all of them.
             A preset's own settings without effect are not warned of.
         read: reads the rows of data files; one that remembers them serves several configs.
     """
@@ -109,7 +109,7 @@ def examine(
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"
         errors.add("log.tracker", "this package is not installed", fix)
-    notes = switch_notes() + extras.notes_on(config, given, shape, training, heldout) + of_adapter
+    notes = switch_notes() + extras.notes_on(config, named, shape, training, heldout) + of_adapter
     return Report(tuple(errors.problems), tuple(dict.fromkeys(notes)), shape, read)
 
 

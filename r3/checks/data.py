@@ -49,7 +49,7 @@ def check_data(
         for row in _check_rows(path, how, errors, "data.path", read)
     ]
     # Sets may differ in sampling alone: a path is read once for each way of scoring it.
-    held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
+    held_out = dict.fromkeys((eval_set.path, columns_of(config, eval_set)) for eval_set in sets)
     if not sets:  # their lists do not fit together; problems of the files are reported all the same
         held_out = dict.fromkeys((path, columns) for path in config.eval.path)
     heldout = [
@@ -83,7 +83,7 @@ def _check_rows(
             problem.fix,
             value=f"{path}:{problem.column}",
         )
-        bad = [each for each in bad if (each.column, each.rule) != (problem.column, problem.rule)]
+        bad = [row for row in bad if (row.column, row.rule) != (problem.column, problem.rule)]
     for problem in bad[:_SHOWN_ROWS]:
         errors.add(name, problem.rule, problem.fix, value=problem.where)
     if len(bad) > _SHOWN_ROWS:
@@ -121,14 +121,14 @@ def check_evaluation(
         errors.add("eval.name", rule, f"add --eval.name {example}")
     if not errors.sound(*(f"eval.{name}" for name in EVAL_LISTS), "eval.env_args"):
         return ()
-    if any(each.samples > 1 and each.temperature == 0 for each in settings.sets):
+    if any(eval_set.samples > 1 and eval_set.temperature == 0 for eval_set in settings.sets):
         rule = "several samples at eval.temperature 0 are identical"
         errors.add("eval.samples", rule, "set it to 1, or use --eval.temperature 1.0")
-    most = max(each.samples for each in settings.sets)
+    most = max(eval_set.samples for eval_set in settings.sets)
     if errors.sound("eval.pass_at") and (beyond := [k for k in settings.pass_at if k > most]):
         rule = f"pass@{beyond[0]} needs as many samples, and eval.samples is {most}"
         errors.add("eval.pass_at", rule, f"use at most {most}")
-    longest = max(each.max_tokens for each in settings.sets)
+    longest = max(eval_set.max_tokens for eval_set in settings.sets)
     if shape and longest >= shape.max_position_embeddings:
         rule = f"does not fit the model's context of {shape.context}"
         errors.add("eval.max_tokens", rule, "set it lower, with room for the questions")
@@ -139,9 +139,9 @@ def check_evaluation(
     for function in filter(None, dict.fromkeys(settings.function)):
         check_reward_function(function, errors, "eval.function")
     _check_env_args(config, errors)
-    for each in settings.sets:
-        if each.function or each.env:
-            functions, own = each.functions(config.reward), each.environment(config.env)
+    for eval_set in settings.sets:
+        if eval_set.function or eval_set.env:
+            functions, own = eval_set.functions(config.reward), eval_set.environment(config.env)
             check_environment_rewards(functions, own, errors, "eval.function")
     return settings.sets
 
@@ -159,14 +159,14 @@ def _check_lists(errors: Findings, count: int) -> None:
 def _check_env_args(config: Config, errors: Findings) -> None:
     """`eval.env_args` name sets, and those sets have environments of the user."""
     settings = config.eval
-    names = [each.name for each in settings.sets]
+    names = [eval_set.name for eval_set in settings.sets]
     for item in settings.env_args:
         name, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and name not in names:
             rule = f"names {name}, which is no held-out set"
             errors.add("eval.env_args", rule, f"use one of {', '.join(names)}", value=item)
-    for each in settings.sets:
-        if each.env_args and not each.environment(config.env).path:
-            rule = f"the environment of {each.name} is a built-in one, which takes none"
+    for eval_set in settings.sets:
+        if eval_set.env_args and not eval_set.environment(config.env).path:
+            rule = f"the environment of {eval_set.name} is a built-in one, which takes none"
             fix = "leave it out, or write SET.key=value for a set with a class of yours"
-            errors.add("eval.env_args", rule, fix, value=each.env_args)
+            errors.add("eval.env_args", rule, fix, value=eval_set.env_args)

@@ -29,7 +29,7 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         return []
     from r3.rewards import own_functions  # numpy comes with it
 
-    known = {(each.place, str(each.value)) for each in problems}
+    known = {(problem.place, str(problem.value)) for problem in problems}
     arguments = {"algo.args", "env.args", "reward.args"}.intersection(field for field, _ in known)
     config = with_values(config, dict.fromkeys(arguments, ()))  # they cannot be read
     notes: list[str] = []
@@ -39,17 +39,17 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
         try:
             load()
         except ConfigError as error:
-            for each in error.problems:
-                renamed = replace(each, place=(fields or {}).get(str(each.value), each.place))
-                spec = str(each.value)
+            for problem in error.problems:
+                spec = str(problem.value)
+                renamed = replace(problem, place=(fields or {}).get(spec, problem.place))
                 if not known & {(renamed.place, spec), (renamed.place, spec.rpartition(":")[0])}:
                     problems.append(renamed)
 
     def load_rewards() -> None:
         loaded = own_functions(config.named_rewards, config.reward.args)
         budget = config.rollout.step_token_budget
-        for (_, spec), each in loaded.items():
-            if budget and each.is_of_group and spec in config.reward.function:
+        for (_, spec), function in loaded.items():
+            if budget and function.is_of_group and spec in config.reward.function:
                 rule = (
                     "scores all samples of a prompt at once, and rollout.step_token_budget = "
                     f"{budget} suspends some of them"
@@ -67,11 +67,12 @@ def load_files(config: Config, problems: list[Problem]) -> list[str]:
     named |= {spec: "reward.row_functions" for spec in config.reward.row_functions}
     collect(load_rewards, named | {spec: "reward.function" for spec in config.reward.function})
     if not any(field.startswith("eval.") for field, _ in known):
-        for each in config.eval.sets:
-            if ":" in each.env:
-                own = each.environment(config.env)
+        for eval_set in config.eval.sets:
+            if ":" in eval_set.env:
+                own = eval_set.environment(config.env)
                 collect(
-                    partial(extras.environments().environment_notes, own), {each.env: "eval.env"}
+                    partial(extras.environments().environment_notes, own),
+                    {eval_set.env: "eval.env"},
                 )
     return notes
 

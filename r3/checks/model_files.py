@@ -52,7 +52,7 @@ def check_model(config: Config, errors: Findings) -> ModelShape | None:
         errors.add("model.path", "there is no such folder", fix)
         return None
     # A FIFO would block its reader forever.
-    odd = [each.name for each in folder.iterdir() if not (each.is_file() or each.is_dir())]
+    odd = [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]
     if odd := [name for name in odd if (folder / name).exists()]:
         rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"
         errors.add("model.path", rule, "download or export the checkpoint again")

@@ -232,15 +232,15 @@ def _from_python_file(word: str) -> tuple[Config, str]:
     if not Path(path).is_file():
         raise refused("there is no such file", "give path/to/file.py:function")
     try:
-        found = runpy.run_path(path)
-        config = found[name]() if callable(found.get(name)) else found.get(name)
+        defined = runpy.run_path(path)
+        config = defined[name]() if callable(defined.get(name)) else defined.get(name)
     except (Exception, SystemExit) as error:  # users' code may raise anything, sys.exit(0) too
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), 0)
         rule = f"line {line} raises {type(error).__name__}: {error}"
         raise refused(rule, "correct the file") from error
-    if name not in found:
-        own = [each for each, value in found.items() if callable(value) and each[0] != "_"]
+    if name not in defined:
+        own = [key for key, value in defined.items() if callable(value) and key[0] != "_"]
         raise refused(f"the file defines no {name!r}", f"it defines {', '.join(own) or 'nothing'}")
     if not isinstance(config, Config):
         fix = "return a Config of r3.config"

@@ -22,7 +22,7 @@ from typing import NoReturn
 from r3 import extras
 from r3.checks import Report, examine, load_files
 from r3.cli.base_config import Base, base_of_run, find_base
-from r3.cli.words import Words, split_words
+from r3.cli.words import Arguments, split_arguments
 from r3.config import (
     HIDDEN,
     OF_OBJECTIVE,
@@ -78,51 +78,51 @@ def parse(argv: Sequence[str]) -> Invocation:
     2. Under torchrun only the first rank prints.
     """
     problems: list[Problem] = []
-    words = split_words(argv, problems)
-    dry_run, check = (name in words.switches for name in ("dry_run", "check"))
-    asks_help = "help" in words.switches
-    has_base = bool(words.bases) or "from" in words.own
-    if "columns" in words.topics:
+    args = split_arguments(argv, problems)
+    dry_run, check = (name in args.switches for name in ("dry_run", "check"))
+    asks_help = "help" in args.switches
+    has_base = bool(args.bases) or "from" in args.own
+    if "columns" in args.topics:
         _leave(0, extras.help_texts().columns())
-    if not argv or (asks_help and not has_base and not words.topics):
+    if not argv or (asks_help and not has_base and not args.topics):
         _leave(0 if asks_help else 2, extras.help_texts().overview())
-    if "models" in words.switches:
+    if "models" in args.switches:
         _leave(0, extras.help_texts().models())
-    base = _base(words, problems) if has_base or not words.topics else None
+    base = _base(args, problems) if has_base or not args.topics else None
     if asks_help and problems:
         fix = f"a preset or file, then sections: {', '.join(extras.help_texts().TOPICS)}"
-        _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
+        _leave(2, str(ConfigError([replace(problem, fix=fix) for problem in problems])))
     if asks_help:
         name, config = (base.name, base.config) if base else ("", Config())
-        _leave(0, extras.help_texts().settings(name, config, words.topics))
-    values = read_values(words.flags, problems, words.warnings)
+        _leave(0, extras.help_texts().settings(name, config, args.topics))
+    values = read_values(args.flags, problems, args.warnings)
     config = laid_over(base, values)
-    world_size = _world_size(words, config, problems)
+    world_size = _world_size(args, config, problems)
     device_gib, host_gib = None, None
-    if {"device_gib", "host_gib"} & {*words.own}:
+    if {"device_gib", "host_gib"} & {*args.own}:
         device_gib, host_gib = extras.planner().read_sizes(
-            words.own, problems, plans=dry_run or check
+            args.own, problems, plans=dry_run or check
         )
     if base is None:
         _leave(2, str(ConfigError(problems)))
-    if "plan_for" in words.own:
-        given, shape = {*words.flags, *base.values}, _known_shape(config)
+    if "plan_for" in args.own:
+        named, shape = {*args.flags, *base.values}, _known_shape(config)
         needed = functools.partial(_needs, base)
         answer = extras.planner().answer(
-            words.own["plan_for"], config, shape, given, problems, needed
+            args.own["plan_for"], config, shape, named, problems, needed
         )
         _leave(answer[0], f"{base.name}: {answer[1]}" if answer[0] < 2 else answer[1])
 
     fetched = () if dry_run else _LOADED_BY_CHECK if check else MODELS
     # Before torch is imported, by a file of the user's or by the run, which may end in a crash.
-    limits = [] if dry_run else [Problem(*each) for each in too_small()]
+    limits = [] if dry_run else [Problem(*limit) for limit in too_small()]
     loads = not (dry_run or limits)
-    report = examined(config, base, words.flags, world_size, problems, fetched=fetched, loads=loads)
+    report = examined(config, base, args.flags, world_size, problems, fetched=fetched, loads=loads)
     problems += limits
     if not dry_run:
-        for each in filter(_is_download, problems if check else ()):
-            _say(f"note: {each.place} {each.value}: {each.rule}. A start downloads them")
-        problems = [each for each in problems if not _is_download(each)]
+        for problem in filter(_is_download, problems if check else ()):
+            _say(f"note: {problem.place} {problem.value}: {problem.rule}. A start downloads them")
+        problems = [problem for problem in problems if not _is_download(problem)]
     is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
     plans = dry_run or (check and not is_launched)
     config, note = extras.placed(
@@ -142,21 +142,21 @@ def parse(argv: Sequence[str]) -> Invocation:
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
     differences = base.describe(config)
-    warnings = [*base.notes, *words.warnings, *report.warnings]
+    warnings = [*base.notes, *args.warnings, *report.warnings]
     if dry_run:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
         text = extras.dry_run().describe(config, report.shape, world_size, device_gib, differences)
-        notes = [*(f"warning: {each}" for each in warnings), note]
+        notes = [*(f"warning: {warning}" for warning in warnings), note]
         _leave(0, extras.dry_run().around(text, base.name, world_size, notes, needs))
     # The run that follows a check prints the warnings, all but those about --device-gib.
     for warning in doubts if check else warnings:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)
-    found = invocation_of(base, config, differences, world_size, check=check)
-    return replace(found, read=report.read)
+    invocation = invocation_of(base, config, differences, world_size, check=check)
+    return replace(invocation, read=report.read)
 
 
 @contextmanager
@@ -192,9 +192,9 @@ def laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     """
     start = base.config if base else Config()
     config = with_values(start, overriding(start, values))
-    given = {*values, *(base.values if base else ())}
+    named = {*values, *(base.values if base else ())}
     brought = OF_OBJECTIVE[config.train.objective].items()
-    config = with_values(config, {name: value for name, value in brought if name not in given})
+    config = with_values(config, {name: value for name, value in brought if name not in named})
     if base and not config.log.dir:
         folder = start.log.dir or os.environ.get("R3_LOG_DIR") or base.log_dir
         config = with_values(config, {"log.dir": folder})
@@ -223,30 +223,30 @@ def examined(
         fetched: settings whose models of the hub are downloaded if nothing else is wrong.
         loads: whether users' files are loaded.
     """
-    given = {*names, *base.values}
+    named = {*names, *base.values}
     is_other = base.config.trains and not config.trains
-    warned = set(given) - set(base.values) if is_other else given
+    warned = set(named) - set(base.values) if is_other else named
     read = functools.cache(read_rows)  # data files may be large
 
     def report_on(candidate: Config) -> Report:
-        return examine(candidate, world_size, _known_shape(config), given=warned, read=read)
+        return examine(candidate, world_size, _known_shape(config), named=warned, read=read)
 
     report = report_on(config)
-    found = list(report.problems)
+    problems_here = list(report.problems)
     if loads:
-        report = replace(report, warnings=(*report.warnings, *load_files(config, found)))
+        report = replace(report, warnings=(*report.warnings, *load_files(config, problems_here)))
     at_fault = {problem.place for problem in problems}  # these fields still have the base's value
-    for problem in found:
+    for problem in problems_here:
         name, setting = problem.place, SETTINGS.get(problem.place)
         if name in at_fault:
             continue
         if name not in names:
-            origin = base.places.get(name, "") if name in given else base.root
+            origin = base.places.get(name, "") if name in named else base.root
             problem = replace(problem, origin=origin)
-        if name not in given and setting and flatten(config)[name] != setting.default:
+        if name not in named and setting and flatten(config)[name] != setting.default:
             flag = f"--{name} {as_typed(setting.default) or repr('')}"
             after = report_on(with_values(config, {name: setting.default})).problems
-            if flag not in problem.fix and name not in {each.place for each in after}:
+            if flag not in problem.fix and name not in {later.place for later in after}:
                 problem = replace(problem, fix=f"{problem.fix}; or add {flag}")
         problems.append(problem)
     fix = "give it again; what your code reads from the environment needs no setting"
@@ -255,7 +255,7 @@ def examined(
         for name, value in flatten(config).items()
         if HIDDEN in str(value)
     ]
-    absent = [each for each in problems if _is_download(each) and each.place in fetched]
+    absent = [problem for problem in problems if _is_download(problem) and problem.place in fetched]
     if absent and all(map(_is_download, problems)):
         problems[:] = _downloaded(absent)
         return examined(config, base, names, world_size, problems, loads=loads)
@@ -274,30 +274,30 @@ def _is_download(problem: Problem) -> bool:
 
 def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
     """Download weights of the hub. Returns what went wrong."""
-    for each in absent:
+    for problem in absent:
         try:
-            extras.downloads().fetch_weights(str(each.value), say)
+            extras.downloads().fetch_weights(str(problem.value), say)
         except ShapeError as error:
-            return [Problem(each.place, each.value, error.rule, error.fix)]
+            return [Problem(problem.place, problem.value, error.rule, error.fix)]
     return []
 
 
-def _base(words: Words, problems: list[Problem]) -> Base | None:
+def _base(args: Arguments, problems: list[Problem]) -> Base | None:
     """The base that the flags override; None if there is none."""
     try:
-        if (run_dir := words.own.get("from")) is not None:
-            if words.bases:
+        if (run_dir := args.own.get("from")) is not None:
+            if args.bases:
                 rule = "a run's folder and a preset are given"
-                fix = f"leave out {' '.join(words.bases)}"
+                fix = f"leave out {' '.join(args.bases)}"
                 problems.append(Problem("--from", run_dir, rule, fix))
             return base_of_run(run_dir)
-        if not words.bases:
+        if not args.bases:
             known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
-            for name, value in words.flags.items():
+            for name, value in args.flags.items():
                 if isinstance(value, tuple) and value[-1] in PRESETS:
                     known = f"write {value[-1]} in front of --{name}, a list that ends at a flag"
             raise ConfigError.of("PRESET", "", "no preset is named", known)
-        first, *more = words.bases
+        first, *more = args.bases
         problems += [
             Problem("PRESET", word, "is neither a flag nor a flag's value", "leave it out")
             for word in more
@@ -308,10 +308,10 @@ def _base(words: Words, problems: list[Problem]) -> Base | None:
         return None
 
 
-def _world_size(words: Words, config: Config, problems: list[Problem]) -> int:
+def _world_size(args: Arguments, config: Config, problems: list[Problem]) -> int:
     """Ranks of the run: torchrun's; without it those asked for, or the fewest the layout takes."""
-    plans = "dry_run" in words.switches or "check" in words.switches
-    if (asked := words.own.get("world_size")) is not None:
+    plans = "dry_run" in args.switches or "check" in args.switches
+    if (asked := args.own.get("world_size")) is not None:
         if plans and asked.isdecimal() and int(asked) > 0:
             return int(asked)
         rule, fix = "must be a positive integer", "such as 8"

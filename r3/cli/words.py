@@ -1,4 +1,4 @@
-"""The words of a command line: flags of train.py, settings, and the base.
+"""The arguments of a command line: flags of train.py, settings, and the base.
 
 They are found here, since a parser that reads values stops at the first wrong one.
 """
@@ -19,7 +19,7 @@ _OF_ONE_WORD = ("from", "world_size", "device_gib", "host_gib", "plan_for")
 
 
 @dataclass(kw_only=True)
-class Words:
+class Arguments:
     """The command line taken apart. Values are words, of whatever type."""
 
     bases: list[str] = field(default_factory=list)
@@ -30,50 +30,50 @@ class Words:
     warnings: list[str] = field(default_factory=list)
 
 
-def split_words(argv: Sequence[str], problems: list[Problem]) -> Words:
+def split_arguments(argv: Sequence[str], problems: list[Problem]) -> Arguments:
     """The words of every flag: all up to the next one. A value behind `=` may begin with a dash."""
-    words = Words()
+    args = Arguments()
     times: Counter[str] = Counter()
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
-            words.bases.append(word)
+            args.bases.append(word)
             continue
         flag, equals, value = word.partition("=")
-        given = [value] if equals else []
+        values = [value] if equals else []
         while rest and not _is_flag(rest[0]):
-            given.append(rest.pop(0))
+            values.append(rest.pop(0))
         name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
         setting = SETTINGS.get(name)
         times[name] += 1
         if setting is None and (name not in (*SWITCHES, *_OF_ONE_WORD) or flag == name):
-            value = given.pop(0) if given and (equals or given[0] not in PRESETS) else ""
+            value = values.pop(0) if values and (equals or values[0] not in PRESETS) else ""
             fix = nearest_settings(name)
             if not flag.startswith("--"):
                 fix = "write --section.field=VALUE where a value begins with -"
             problems.append(Problem(flag, value, "there is no such flag", fix))
-            words.bases += given
+            args.bases += values
         elif name in SWITCHES:
-            words.switches.add(name)
-            for each in given:
-                is_topic = name == "help" and each in extras.help_texts().TOPICS
-                (words.topics if is_topic else words.bases).append(each)
-        elif setting and setting.is_list and given:
-            words.flags[name] = tuple(given) if len(given) > 1 else given[0]
-        elif not given and not (setting and setting.kind is bool):
+            args.switches.add(name)
+            for value in values:
+                is_topic = name == "help" and value in extras.help_texts().TOPICS
+                (args.topics if is_topic else args.bases).append(value)
+        elif setting and setting.is_list and values:
+            args.flags[name] = tuple(values) if len(values) > 1 else values[0]
+        elif not values and not (setting and setting.kind is bool):
             empty = f", or {flag} '' for an empty list" if setting and setting.is_list else ""
             problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
         else:  # a switch alone means true
-            first, *others = given or ("True",)
-            words.bases += others
-            (words.flags if setting else words.own)[name] = first
-    words.warnings += [
+            first, *others = values or ("True",)
+            args.bases += others
+            (args.flags if setting else args.own)[name] = first
+    args.warnings += [
         f"--{name} is given {times[name]} times: the last value counts, {as_typed(value)}"
-        for name, value in words.flags.items()
+        for name, value in args.flags.items()
         if times[name] > 1
     ]
-    return words
+    return args
 
 
 def _is_flag(word: str) -> bool:

@@ -65,7 +65,7 @@ def argument_value(text: str) -> Any:
         return _PYTHON_WORDS[text]
     try:
         return json.loads(
-            text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_each_once
+            text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_refuse_repeats
         )
     except json.JSONDecodeError:
         pass
@@ -77,11 +77,11 @@ def argument_value(text: str) -> Any:
         return _finite(text)
     if text.startswith(("[", "{")):
         try:
-            found = ast.literal_eval(text)
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-        if isinstance(found, list | dict):
-            return found
+        if isinstance(value, list | dict):
+            return value
     return text
 
 
@@ -92,12 +92,12 @@ def _finite(text: str) -> float:
     return number
 
 
-def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _refuse_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"has {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
+    return mapping
 
 
 def keyword_arguments(items: Sequence[str]) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def argument_items(values: Mapping[str, Any]) -> list[str]:
 
 def _is_read_as(text: str, value: Any) -> bool:
     try:
-        found = argument_value(text)
+        parsed = argument_value(text)
     except ValueError:
         return False
-    return type(found) is type(value) and bool(found == value)
+    return type(parsed) is type(value) and bool(parsed == value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def assigned(
         The keyword arguments of each function, and the items that fit none, each with the rule that
         it breaks and a fix.
     """
-    given: list[dict[str, Any]] = [{} for _ in takers]
+    arguments: list[dict[str, Any]] = [{} for _ in takers]
     faults = []
     for item in items:
         key, _, text = item.partition("=")
@@ -208,10 +208,10 @@ def assigned(
         fitting = [i for i in asked if parameter in takers[i].parameters]
         fitting = fitting or [i for i in asked if takers[i].is_open]
         for i in fitting:
-            given[i][parameter] = argument_value(text)
+            arguments[i][parameter] = argument_value(text)
         if not fitting:
             faults.append((item, *_why_unfit(owner, parameter, takers, bool(asked))))
-    return given, faults
+    return arguments, faults
 
 
 def _why_unfit(

@@ -118,10 +118,10 @@ class Setting:
         if self.is_list and not isinstance(value, tuple):
             return Problem(self.name, value, "must be a list (in Python, a tuple)", self.fix)
         choices = get_args(self.one)
-        kinds, words = TYPES.get(self.one, ({type(each) for each in choices}, ""))
-        for each in value if self.is_list else (value,):
-            if type(each) not in kinds or (choices and each not in choices):  # True is no number
-                rule = f"must be {words or f'one of {self.type_in_words}'}"
+        kinds, description = TYPES.get(self.one, ({type(each) for each in choices}, ""))
+        for entry in value if self.is_list else (value,):
+            if type(entry) not in kinds or (choices and entry not in choices):  # True is no number
+                rule = f"must be {description or f'one of {self.type_in_words}'}"
                 return Problem(self.name, value, rule, self.fix)
         return None
 

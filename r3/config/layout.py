@@ -110,14 +110,14 @@ def _check_pipeline(config: Config, errors: Findings, shape: ModelShape) -> None
     """Every chunk of a pipeline has a layer, and together they have all layers."""
     parallel, layers = config.parallel, shape.num_layers
     count = parallel.pp * parallel.vpp
-    given = parallel.pp_layers
-    if given and (len(given) != count or sum(given) != layers or min(given) < 1):
+    sizes = parallel.pp_layers
+    if sizes and (len(sizes) != count or sum(sizes) != layers or min(sizes) < 1):
         rule = (
             f"must be {count} positive numbers (pp * vpp) that add up to the model's {layers} "
             "layers"
         )
         errors.add("parallel.pp_layers", rule, "leave it out for chunks of equal size")
-    elif not given and count > layers:
+    elif not sizes and count > layers:
         name = "parallel.vpp" if parallel.vpp > 1 else "parallel.pp"
         rule = f"pp * vpp = {count} chunks of a model of {layers} layers: each needs a layer"
         errors.add(name, rule, f"use at most {layers} chunks")

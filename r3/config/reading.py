@@ -27,17 +27,17 @@ _LARGEST = 100_000  # values in a file of settings; larger ones are attacks or a
 
 
 def read_values(
-    given: Mapping[str, Any], problems: list[Problem], notes: list[str]
+    tree: Mapping[str, Any], problems: list[Problem], notes: list[str]
 ) -> dict[str, Any]:
     """Settings by their full names, in their types, from sections or full names.
 
     Args:
-        given: `{"train": {"lr": "1e-4"}}` and `{"train.lr": "1e-4"}` are the same.
+        tree: `{"train": {"lr": "1e-4"}}` and `{"train.lr": "1e-4"}` are the same.
         problems: gets unknown names, values of a wrong type, and names that come twice.
         notes: gets what is read in another way than it is written.
     """
     values: dict[str, Any] = {}
-    for name, value in _by_full_name(given, problems):
+    for name, value in _by_full_name(tree, problems):
         if name not in SETTINGS:
             rule = "there is no such setting"
             problems.append(Problem(name, value, rule, nearest_settings(name)))
@@ -55,10 +55,10 @@ def read_values(
     return values
 
 
-def _by_full_name(given: Mapping[str, Any], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+def _by_full_name(tree: Mapping[str, Any], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
     """Values in sections or by full names, as a dict by full names; anything else is a problem."""
     sections = [section.name for section in fields(Config)]
-    for name, content in given.items():
+    for name, content in tree.items():
         if "." in str(name):
             yield name, content
         elif name not in sections:
@@ -86,14 +86,14 @@ def parse_value(name: str, value: object) -> Any:
     """
     setting = SETTINGS[name]
     if setting.arguments:  # args: {limit: 3}, and args: [limit: 3]
-        given = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(each, Mapping) for each in given):
-            items = (argument_items(one) if isinstance(one, Mapping) else [one] for one in given)
+        entries = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(entry, Mapping) for entry in entries):
+            items = (argument_items(one) if isinstance(one, Mapping) else [one] for one in entries)
             value = [item for some in items for item in some]
     if setting.one is str and _is_none(value):
         value = "none" if setting.none else ""
     elif setting.none and isinstance(value, list | tuple):
-        value = ["none" if _is_none(each) else each for each in value]
+        value = ["none" if _is_none(entry) else entry for entry in value]
     parsed = _parse_as(setting.kind, value)
     if setting.path:
         return tuple(map(filled_in, parsed)) if setting.is_list else filled_in(parsed)
@@ -118,12 +118,12 @@ def filled_in(path: str) -> str:
     names = [braced or bare for braced, bare in _VARIABLE.findall(path)]
     if unset := [name for name in names if not os.environ.get(name)]:
         raise ValueError(f"names the environment variable {unset[0]}, which is not set")
-    if "${" in (found := os.path.expandvars(path)):
+    if "${" in (filled := os.path.expandvars(path)):
         raise ValueError("has a '${' that is not ${VARIABLE}")
-    found = os.path.expanduser(found) if path.startswith("~") else found
-    if path.startswith("~") and found.startswith("~"):
+    filled = os.path.expanduser(filled) if path.startswith("~") else filled
+    if path.startswith("~") and filled.startswith("~"):
         raise ValueError(f"begins with {path.partition('/')[0]}, which has no home folder")
-    return found
+    return filled
 
 
 def _parse_as(kind: Any, value: object) -> Any:
@@ -198,8 +198,8 @@ for _kind, _pattern, _first in (
     ),
     ("merge", r"<<", "<"),
 ):
-    for _each in (_Loader, _Dumper):
-        _each.add_implicit_resolver(
+    for _handler in (_Loader, _Dumper):
+        _handler.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind}",
             re.compile(rf"(?:{_pattern})\Z"),
             [*_first.replace("\0", ""), *([""] if "\0" in _first else [])],

@@ -102,7 +102,7 @@ def check_best(config: Config, errors: Findings, sets: Sequence[EvalSet]) -> Non
     if not metric or not config.trains or not errors.sound("checkpoint.keep_best"):
         return
     name, _, figure = metric.removeprefix("eval/").partition("/")
-    of_set = {each.name: each for each in sets}.get(name)
+    of_set = {eval_set.name: eval_set for eval_set in sets}.get(name)
     if not config.eval.path:
         rule = "eval.path is empty, so nothing is evaluated"
         errors.add("checkpoint.keep_best", rule, "give --eval.path")
@@ -116,7 +116,7 @@ def check_best(config: Config, errors: Findings, sets: Sequence[EvalSet]) -> Non
             fix = f"use {', '.join(figures)}, or env/NAME or reward/NAME of your code"
             errors.add("checkpoint.keep_best", f"evaluations have no {figure}", fix)
     elif sets:
-        fix = f"use one of {', '.join(each.name for each in sets)}"
+        fix = f"use one of {', '.join(eval_set.name for eval_set in sets)}"
         errors.add("checkpoint.keep_best", f"{name} is no held-out set", fix)
 
 

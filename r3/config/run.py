@@ -55,7 +55,7 @@ class EvalSet:
         return replace(training, **own)
 
 
-EVAL_LISTS = tuple(each.name for each in fields(EvalSet) if each.name != "env_args")
+EVAL_LISTS = tuple(declared.name for declared in fields(EvalSet) if declared.name != "env_args")
 """Settings of `EvalConfig` that have one value per set."""
 
 

@@ -123,7 +123,7 @@ class Config:
     @property
     def environments(self) -> tuple[EnvConfig, ...]:
         """The environment of each path of the training data."""
-        named = (self.env.named(each) if each else self.env for each in self.data.env)
+        named = (self.env.named(name) if name else self.env for name in self.data.env)
         return tuple(named) or (self.env,) * len(self.data.path)
 
     @property
@@ -181,13 +181,13 @@ def _declare() -> None:
         cls = type(getattr(Config(), section.name))
         kinds = get_type_hints(cls)
         of_section = section.metadata.get("setting", Setting())
-        for each in fields(cls):
-            declared = each.metadata or setting(each.default).metadata
-            found: Setting = declared["setting"]
-            name, resume = f"{section.name}.{each.name}", found.resume or of_section.resume
-            needs = found.needs or of_section.needs
+        for field in fields(cls):
+            declared = field.metadata or setting(field.default).metadata
+            own: Setting = declared["setting"]
+            name, resume = f"{section.name}.{field.name}", own.resume or of_section.resume
+            needs = own.needs or of_section.needs
             SETTINGS[name] = replace(
-                found, name=name, kind=kinds[each.name], resume=resume, needs=needs
+                own, name=name, kind=kinds[field.name], resume=resume, needs=needs
             )
 
 

@@ -59,7 +59,7 @@ def _learning_rate_decays(config: Any) -> bool:
 
 def _micro_batch_bounds_prompts(config: Any) -> bool:
     """The size of a micro-batch decides which prompts are dropped or where conversations end."""
-    several_turns = not all(each.is_one_turn for each in config.environments)
+    several_turns = not all(environment.is_one_turn for environment in config.environments)
     return not config.data.max_prompt_tokens and (
         config.data.on_too_long == "drop" or several_turns
     )

@@ -239,7 +239,7 @@ def test_what_would_be_ignored_is_said(settings: str, said: str) -> None:
     values = settings_in(settings)
     config = changed(values)
     assert checks.problems(config, 2) == []
-    (warning,) = checks.examine(config, 2, given=values.keys()).warnings
+    (warning,) = checks.examine(config, 2, named=values.keys()).warnings
     assert said in warning
     assert "has no effect" not in said or warning.startswith(f"{next(iter(values))} = ")
 
@@ -263,7 +263,7 @@ def test_grpo_does_not_divide_kl_by_the_deviation_of_a_group() -> None:
 
 def test_settings_of_a_preset_without_effect_are_not_warned_of() -> None:
     config = changed({"train.min_lr": 1e-5, "algo.minirl_cap": 3.0})
-    (warning,) = checks.examine(config, 2, given={"train.min_lr"}).warnings
+    (warning,) = checks.examine(config, 2, named={"train.min_lr"}).warnings
     assert warning.startswith("train.min_lr = 1e-05 has no effect")
 
 
@@ -279,7 +279,7 @@ def test_replay_of_a_dense_model_is_a_warning() -> None:
 def test_settings_of_replay_mean_nothing_to_a_dense_model() -> None:
     given = {"replay.shadow_every": 5, "replay.plausibility": 0.1, "replay.on_missing": "live"}
     config = changed(given, PRESETS["qwen3-0.6b"]())
-    found = checks.examine(config, 1, DENSE, given=given).warnings
+    found = checks.examine(config, 1, DENSE, named=given).warnings
     ends = [text for text in found if text.endswith("has no effect: the model is dense")]
     assert sorted(text.split()[0] for text in ends) == sorted(given) and len(found) == 3
 
@@ -305,4 +305,4 @@ WITH_EFFECT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", WITH_EFFECT)
 def test_settings_with_an_effect_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
-    assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()
+    assert checks.examine(changed(values), 2, named=values.keys()).warnings == ()
