@@ -85,36 +85,36 @@ def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
     fix = 'write {"role": ..., "content": ...}, both strings'
     if not isinstance(message, Mapping):
         raise Fault(f"is {kind_of(message)}, not an object", fix)
-    found = {key: value for key, value in message.items() if value is not None}
-    if "from" in found and "role" not in found:
-        speaker, fix = found.pop("from"), f"write one of {', '.join(_SPEAKERS)}"
+    result = {key: value for key, value in message.items() if value is not None}
+    if "from" in result and "role" not in result:
+        speaker, fix = result.pop("from"), f"write one of {', '.join(_SPEAKERS)}"
         if speaker == "function_call":
             fix = "write the call as tool_calls of a message with the role assistant"
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise Fault(f"is from {speaker!r}, which is not known", fix)
-        found |= {"role": _SPEAKERS[speaker], "content": found.pop("value", None)}
-    if not isinstance(found.get("role"), str):
+        result |= {"role": _SPEAKERS[speaker], "content": result.pop("value", None)}
+    if not isinstance(result.get("role"), str):
         raise Fault("has no 'role' that is a string", fix)
-    calls = found.pop("tool_calls", None) or []
-    content = _text(found.pop("content", None), fix)
+    calls = result.pop("tool_calls", None) or []
+    content = _text(result.pop("content", None), fix)
     if content is None and not calls and not of_model:
         raise Fault("has no 'content'", fix)
     # Beside calls, no text and an empty one are the same; templates take one of the two.
-    found["content"] = content or (None if calls else "")
-    thoughts = {name: found.pop(name) for name in REASONING if name in found}
+    result["content"] = content or (None if calls else "")
+    thoughts = {name: result.pop(name) for name in REASONING if name in result}
     if len(set(map(repr, thoughts.values()))) > 1:
         raise Fault(f"has different texts in {' and '.join(thoughts)}", "keep one")
     if thought := next(iter(thoughts.values()), ""):
         if not isinstance(thought, str):
             raise Fault(f"has {next(iter(thoughts))!r} that is no string", "write a string")
-        found["reasoning"] = thought
-    if not _is_learned(found):
-        found["train"] = False
+        result["reasoning"] = thought
+    if not _is_learned(result):
+        result["train"] = False
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise Fault("has 'tool_calls' that are no list", _CALL_FIX)
-        found["tool_calls"] = [_call(call, of_model=of_model) for call in calls]
-    return found
+        result["tool_calls"] = [_call(call, of_model=of_model) for call in calls]
+    return result
 
 
 def sense_of(columns: Mapping[str, Any]) -> tuple[str, str]:
@@ -245,7 +245,7 @@ def _decoded(text: str) -> Any:
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
     try:
-        return found if _are_messages(found := read_json(text)) else None
+        return messages if _are_messages(messages := read_json(text)) else None
     except ValueError:
         pass
     try:
@@ -309,15 +309,15 @@ def _call(call: Any, *, of_model: bool) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Fault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
-    given = function.get("arguments")
+    text = function.get("arguments")
     try:
-        arguments = arguments_of(given or {})
+        arguments = arguments_of(text or {})
     except ValueError as error:
         raise Fault(f"has arguments of a call: {error}", _CALL_FIX) from None
     if arguments is None:  # the text null
         arguments = {}
     if not isinstance(arguments, dict) and not of_model:
-        rule = f"calls {function['name']} with arguments that are no JSON object: {_short(given)}"
+        rule = f"calls {function['name']} with arguments that are no JSON object: {_short(text)}"
         raise Fault(rule, _CALL_FIX)
     name = {"id": call["id"]} if call.get("id") is not None else {}
     return {

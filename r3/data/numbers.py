@@ -51,7 +51,7 @@ def plain(text: str) -> str:
     `1000`.
     """
     text = _MARKED.sub(r"\2", text.translate(_ASCII))
-    text = _GROUPED.sub(lambda found: re.sub(_GAP, "", found[0]), text)
+    text = _GROUPED.sub(lambda match: re.sub(_GAP, "", match[0]), text)
     return _SCALED.sub(_scaled, _CURRENCY.sub("", text))
 
 
@@ -61,11 +61,11 @@ def final_number(text: str) -> Decimal | None:
     `#### 1,234.50`, `#### $1234.5`, `#### **1234.5**` and `#### 1.2345e3` are the same. A line that
     goes on as a formula (`#### 7 * 6 = 42`) or with a second number has none.
     """
-    found = [_NUMBER.match(line) for line in _ANNOUNCED.findall(plain(text))]
-    numbers = [re.sub(r"[,$ ]", "", each[1]) for each in found if each]
+    matches = [_NUMBER.match(line) for line in _ANNOUNCED.findall(plain(text))]
+    numbers = [re.sub(r"[,$ ]", "", match[1]) for match in matches if match]
     return Decimal(numbers[-1]) if numbers else None
 
 
-def _scaled(found: re.Match[str]) -> str:
-    number = Decimal(found[1].replace(",", "")).scaleb(_SCALES[found[3]])
-    return f"{number:f}{found[2] or ''}"
+def _scaled(match: re.Match[str]) -> str:
+    number = Decimal(match[1].replace(",", "")).scaleb(_SCALES[match[3]])
+    return f"{number:f}{match[2] or ''}"

@@ -108,21 +108,21 @@ def load_prompts(
         good: list[Prompt] = []
         long: list[tuple[int, Row]] = []
         twice = 0
-        found_in_rows = _prompts(rows, label, renderer, columns, tools, finder)
-        for row, found in zip(rows, found_in_rows, strict=True):
-            if isinstance(found, RowProblem):
-                bad.append(found)
+        rendered = _prompts(rows, label, renderer, columns, tools, finder)
+        for row, prompt in zip(rows, rendered, strict=True):
+            if isinstance(prompt, RowProblem):
+                bad.append(prompt)
                 continue
-            if (tokens := len(found.tokens_T)) > max_prompt_tokens:
+            if (tokens := len(prompt.tokens_T)) > max_prompt_tokens:
                 long.append((tokens, row))
                 continue
-            first = seen.setdefault(_compared(found, columns), found.id)
-            if first != found.id:
+            first = seen.setdefault(_compared(prompt, columns), prompt.id)
+            if first != prompt.id:
                 twice += 1
-                repeated.append((found.id, first))
+                repeated.append((prompt.id, first))
                 if drop_duplicates:
                     continue
-            good.append(found)
+            good.append(prompt)
         if long and on_too_long == "error":
             bad.append(_too_long(source, long, len(rows), max_prompt_tokens, columns))
         if not good and not bad:
@@ -151,7 +151,7 @@ def _too_long(
     source: str, long: Sequence[tuple[int, Row]], rows: int, limit: int, columns: Columns
 ) -> RowProblem:
     """All rows of a source that are too long, as one problem."""
-    tokens, row = max(long, key=lambda each: each[0])
+    tokens, row = max(long, key=lambda entry: entry[0])
     rule = (
         f"{len(long)} of {rows} row{'s' * (rows > 1)} {'are' if len(long) > 1 else 'is'} longer "
         f"than {limit} tokens with the chat template; the longest has {tokens} "
@@ -198,8 +198,8 @@ def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list
         next(i for i in range(len(ends)) if after[i] > before[i])
         for before, after in pairwise(taken)
     ]
-    each = [iter(prompts) for prompts in drawn]
-    return [next(each[index]) for index in order]
+    streams = [iter(prompts) for prompts in drawn]
+    return [next(streams[index]) for index in order]
 
 
 def run_prompts(dataset: Dataset, config: Config, start: int, count: int) -> list[Prompt]:
@@ -257,33 +257,33 @@ def _prompts(
 
     def text_of(row: Row) -> str:
         continued = row.messages[-1]["role"] == "assistant"
-        found = renderer.rendered(row.messages, row.tools or tools, opening=not continued)
+        rendered = renderer.rendered(row.messages, row.tools or tools, opening=not continued)
         # What the template closes a message with that the policy continues is left out.
-        return found.text[: found.end_of(len(row.messages) - 1)] if continued else found.text
+        return rendered.text[: rendered.end_of(len(row.messages) - 1) if continued else None]
 
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
-        found: list[Any] = []  # a text, tokens and their spans, or a problem
+        contents: list[Any] = []  # a text, tokens and their spans, or a problem
         for row in batch:
             try:
                 if finder is None:
-                    found.append(text_of(row))
+                    contents.append(text_of(row))
                 else:
-                    found.append(finder.find(row.messages, row.answers[0], row.tools or tools))
+                    contents.append(finder.find(row.messages, row.answers[0], row.tools or tools))
             except TemplateFault as error:
                 rule = f"is refused by the model's chat template ({error})"
                 fix = "use roles in the order the template takes, or correct the template"
                 if error.fix:
                     rule, fix = f"does not reach the model as it is: {error}", error.fix
-                found.append(RowProblem(row.file, row.line, columns.prompt, rule, fix))
+                contents.append(RowProblem(row.file, row.line, columns.prompt, rule, fix))
                 if isinstance(error, EndlessTemplate):  # all other rows would take as long
-                    raise DataError([found[-1]]) from None
-        tokenised = iter(renderer.batch([each for each in found if isinstance(each, str)]))
-        for row, each in zip(batch, found, strict=True):
-            if isinstance(each, RowProblem):
-                yield each
+                    raise DataError([contents[-1]]) from None
+        tokenised = iter(renderer.batch([entry for entry in contents if isinstance(entry, str)]))
+        for row, entry in zip(batch, contents, strict=True):
+            if isinstance(entry, RowProblem):
+                yield entry
                 continue
-            tokens, spans = (next(tokenised), ()) if isinstance(each, str) else each
+            tokens, spans = (next(tokenised), ()) if isinstance(entry, str) else entry
             yield Prompt(
                 id=f"{label}:{row.number}",
                 messages=row.messages,

@@ -168,8 +168,8 @@ class ChatTemplate:
     @cached_property
     def _trees(self) -> list[nodes.Template]:
         """The syntax trees of the template, or of all that the tokenizer has by name."""
-        found = self._tokenizer.chat_template
-        sources = list(found.values()) if isinstance(found, Mapping) else [found or ""]
+        template = self._tokenizer.chat_template
+        sources = list(template.values()) if isinstance(template, Mapping) else [template or ""]
         reader = Environment(extensions=["jinja2.ext.loopcontrols"])
         try:  # transformers adds the block `generation` to jinja
             return [reader.parse(_GENERATION.sub("", source)) for source in sources]
@@ -179,9 +179,9 @@ class ChatTemplate:
     @cached_property
     def names(self) -> frozenset[str]:
         """Every attribute and constant text in the template: the roles and keys that it knows."""
-        constants = (each.value for tree in self._trees for each in tree.find_all(nodes.Const))
-        attributes = (each.attr for tree in self._trees for each in tree.find_all(nodes.Getattr))
-        return frozenset([*attributes, *(each for each in constants if isinstance(each, str))])
+        constants = (node.value for tree in self._trees for node in tree.find_all(nodes.Const))
+        attributes = (node.attr for tree in self._trees for node in tree.find_all(nodes.Getattr))
+        return frozenset([*attributes, *(text for text in constants if isinstance(text, str))])
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -258,7 +258,7 @@ class ChatTemplate:
 
     def _in_form(self, messages: Sequence[Message], form: _Form) -> list[dict[str, Any]]:
         """Messages as this template takes them."""
-        found = []
+        shown_messages = []
         for message in messages:
             shown = {key: value for key, value in message.items() if key != "train"}
             if shown["role"] == "developer" and "developer" not in self.names:
@@ -272,8 +272,8 @@ class ChatTemplate:
                         _with_arguments(call, _as_text(call["function"]["arguments"]))
                         for call in calls
                     ]
-            found.append(shown)
-        return found
+            shown_messages.append(shown)
+        return shown_messages
 
     def _form(self, tools: Sequence[Any]) -> _Form:
         """The form in which the template shows a call completely, found by trying."""
@@ -281,25 +281,25 @@ class ChatTemplate:
             return kept
         tools = [_renamed({"type": "function", "function": _TOOL}, "R3tool")] if tools else []
         forms = [_Form(content, as_text) for as_text in (False, True) for content in (None, "")]
-        found = (
+        fitting = (
             form
             for messages in (*_CALLED, *(called[:2] for called in _CALLED))
             for form in forms
             if self._shows_calls(messages, tools, form)
         )
-        return self._forms.setdefault(bool(tools), next(found, forms[0]))
+        return self._forms.setdefault(bool(tools), next(fitting, forms[0]))
 
     def _shows_calls(self, messages: Sequence[Message], tools: Sequence[Any], form: _Form) -> bool:
         """Whether a call appears with all of its arguments as JSON, or as texts of their own."""
         try:
             before, text = (
-                self._apply(self._in_form(each, form), tools, False)
-                for each in (messages[:1], messages)
+                self._apply(self._in_form(part, form), tools, False)
+                for part in (messages[:1], messages)
             )
         except TemplateFault:
             return False
-        is_changed = any(text.count(each) > before.count(each) for each in ('\\"', "None", "{'"))
-        return not is_changed and all(each in text for each in _PIECES)
+        is_changed = any(text.count(sign) > before.count(sign) for sign in ('\\"', "None", "{'"))
+        return not is_changed and all(piece in text for piece in _PIECES)
 
     def _skeleton(
         self, marked: Sequence[Message], tools: Sequence[Any], opening: bool
@@ -313,7 +313,7 @@ class ChatTemplate:
                 rule = f"the chat template does not show the tool {name!r}"
                 raise TemplateFault(rule, "use a template that shows tools, or leave them out")
             text = text.replace(marker, name)
-        return _MARKER.split(text), [int(each[6:-1]) for each in _MARKER.findall(text)]
+        return _MARKER.split(text), [int(mark[6:-1]) for mark in _MARKER.findall(text)]
 
     def _located(
         self,
@@ -333,7 +333,7 @@ class ChatTemplate:
             if count != 1 and not (count and part.kind == "call"):
                 if not (may_go and part.kind == "reasoning"):
                     raise _not_shown(part, message, count)
-        found: dict[int, Part] = {}
+        placed: dict[int, Part] = {}
         at, done, differs = len(glue[0]), 0, -1
         is_searched = False  # the template looked into a text, and writes something else around
         for number, after in zip(order, glue[1:], strict=True):
@@ -353,9 +353,9 @@ class ChatTemplate:
                 if not (may_go or (places and is_searched)):
                     raise _changed(part, message, text[differs : differs + 40])
                 start, end = min(places, default=(done, done))
-            found.setdefault(number, replace(part, start=start, end=end))
+            placed.setdefault(number, replace(part, start=start, end=end))
             at, done = end + len(after), end
-        located = sorted(found.values(), key=lambda part: part.start)
+        located = sorted(placed.values(), key=lambda part: part.start)
         return Rendered(text, tuple(located), tuple(glue))
 
     def _looks_into(self, part: Part) -> bool:
@@ -374,7 +374,7 @@ def _forms_of(part: Part, message: Message, rule: Rule) -> list[str]:
     if part.kind == "reasoning":
         return [value, stripped]
     if message["role"] == "tool":  # some templates write results as JSON
-        escaped = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (stripped, value))
+        escaped = (json.dumps(form, ensure_ascii=False)[1:-1] for form in (stripped, value))
         return [value, stripped, *escaped]
     if rule == "learned" and message["role"] == "assistant":
         return [value]
@@ -392,8 +392,8 @@ def _with_markers(message: Message, place: int, parts: list[Part]) -> dict[str, 
         if isinstance(value, str):
             return marker("argument", value) if value else value
         if isinstance(value, Mapping):
-            return {key: arguments(each) for key, each in value.items()}
-        return [arguments(each) for each in value] if isinstance(value, list) else value
+            return {key: arguments(entry) for key, entry in value.items()}
+        return [arguments(entry) for entry in value] if isinstance(value, list) else value
 
     def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]

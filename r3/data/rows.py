@@ -102,13 +102,13 @@ class RowProblem(Problem):
         return self._where if self.column in ("file", "row") else f"{self._where}:{self.column}"
 
 
-def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
+def columns_of(config: Config, eval_set: EvalSet | None = None) -> Columns:
     """Return the columns that a run reads from training rows, or from those of a held-out set."""
     data, env, functions = config.data, config.env, config.reward.function
-    if each is not None:
-        data, env = each.data(data), each.environment(env)
-        functions = each.functions(config.reward)
-    supervised = each is None and config.learns_rows
+    if eval_set is not None:
+        data, env = eval_set.data(data), eval_set.environment(env)
+        functions = eval_set.functions(config.reward)
+    supervised = eval_set is None and config.learns_rows
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or not env.may_reward
     scores = scores and not supervised
@@ -119,15 +119,15 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        graded_by=tuple(each for each in GRADERS if scores and each in functions),
+        graded_by=tuple(name for name in GRADERS if scores and name in functions),
         compared=None if users and not supervised else _READ,
         verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
         if scores and "row" in functions
         else (),
         supervised=supervised,
         continued=data.continue_final_message,
-        section="eval" if each else "data",
-        first=each.max_prompts if each else 0,
+        section="eval" if eval_set else "data",
+        first=eval_set.max_prompts if eval_set else 0,
     )
 
 
@@ -161,9 +161,9 @@ def check_row(
     if columns.verifiers:
         _check_verifier(row, answers, columns, faults)
     tools: tuple[Mapping[str, Any], ...] = ()
-    if columns.tools and (given := _look_up(row, columns.tools)) is not _ABSENT:
+    if columns.tools and (declared := _look_up(row, columns.tools)) is not _ABSENT:
         try:
-            tools = read_tools(given, filled=filled)
+            tools = read_tools(declared, filled=filled)
         except Fault as error:
             faults.append((columns.tools, error.rule, error.fix))
     if faults:
@@ -221,13 +221,13 @@ def strict_json(content: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         rule = f"has an object with two keys {twice!r}"
         raise Fault(rule, "remove one: one of the values would be lost")
-    return found
+    return mapping
 
 
 def _missing(row: Mapping[str, Any], key: str) -> str:
@@ -358,9 +358,9 @@ def _answers(value: Any) -> tuple[str, ...] | str:
     if isinstance(value, list | tuple):
         if not value:
             return "is an empty list"
-        found = [_answers(each) for each in value]
-        texts = [each[0] for each in found if not isinstance(each, str) and len(each) == 1]
-        nested = any(isinstance(each, list | tuple) for each in value)
+        answers = [_answers(entry) for entry in value]
+        texts = [entry[0] for entry in answers if not isinstance(entry, str) and len(entry) == 1]
+        nested = any(isinstance(entry, list | tuple) for entry in value)
         if nested or len(texts) < len(value):
             return "is a list with entries that are no texts or numbers"
         return tuple(dict.fromkeys(texts))

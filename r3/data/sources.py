@@ -48,13 +48,13 @@ def read_once(key: object, make: Callable[[], Read]) -> Read:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
-            found: Read = pickle.loads(path.read_bytes())
-            return found
-        found = make()
+            result: Read = pickle.loads(path.read_bytes())
+            return result
+        result = make()
         with suppress(OSError):  # a full disk costs the others their own reading
-            path.with_suffix(".new").write_bytes(pickle.dumps(found))
+            path.with_suffix(".new").write_bytes(pickle.dumps(result))
             path.with_suffix(".new").replace(path)
-    return found
+    return result
 
 
 def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem]]:
@@ -70,11 +70,11 @@ def _read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProble
         columns = replace(columns, prompt=fixed.prompt, answer=fixed.answer, tools="", verifiers=())
     try:
         for number, file, line, content in islice(_numbered(source), columns.first or None):
-            found = check_row(file, line, number, content, columns)
-            if isinstance(found, Row):
-                rows.append(found)
+            row = check_row(file, line, number, content, columns)
+            if isinstance(row, Row):
+                rows.append(row)
             else:
-                problems += found
+                problems += row
     except Fault as error:
         problems.append(RowProblem(source, 0, "file", error.rule, error.fix))
     return rows, problems

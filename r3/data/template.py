@@ -77,15 +77,15 @@ def load_tokenizer(path: str | Path) -> Any:
     kinds = {part.get("model_type", "llama") for part in (values, values.get("text_config", {}))}
     if file.is_file() and not all(kind in CONFIG_MAPPING for kind in kinds):
         return PreTrainedTokenizerFast.from_pretrained(folder, **keys)
-    found: Any = AutoTokenizer.from_pretrained(folder, **keys)
-    if type(found) is PreTrainedTokenizerFast or not file.is_file():
-        return found
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **keys)
+    if type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+        return tokenizer
     tokens = Tokenizer.from_file(str(file)).encode(_PROBE_TEXT, add_special_tokens=False).ids
-    if found(_PROBE_TEXT, add_special_tokens=False)["input_ids"] == tokens:
-        return found
+    if tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"] == tokens:
+        return tokenizer
     if is_leader():
         say(
-            f"warning: {path}: transformers would read texts as {type(found).__name__} does, "
+            f"warning: {path}: transformers would read texts as {type(tokenizer).__name__} does, "
             "otherwise than tokenizer.json says. R3 reads them by the file. For servers of the "
             'export, write "tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json',
             error=True,
@@ -171,11 +171,11 @@ class Renderer:
         roles = ("user", "tool")
         after = [self._after(role) for role in roles]
         between = [self.tokens(text.partition(_CONTENT)[0]) for text in after]
-        first = [each[0] for each in (closed, *between) if each and each[0] in self.special]
+        first = [tokens[0] for tokens in (closed, *between) if tokens and tokens[0] in self.special]
         self.next_tokens = {
-            role: self.text_of(each[0])
-            for role, each in zip(roles, between, strict=True)
-            if each and each[0] in self.special
+            role: self.text_of(tokens[0])
+            for role, tokens in zip(roles, between, strict=True)
+            if tokens and tokens[0] in self.special
         }
         self.followers = tuple(self.text_of(token) for token in dict.fromkeys(first))
         own = [self.closing] if self.closing is not None else first
@@ -230,22 +230,22 @@ class Renderer:
             TemplateFault: it refuses the messages, or one is none.
         """
         marked, tools = self.marked(_read(messages)), self.marked(tools)
-        found = self.template.render(marked, tools, opening=opening, rule=rule)
-        if half := half_character(found.text):
+        rendered = self.template.render(marked, tools, opening=opening, rule=rule)
+        if half := half_character(rendered.text):
             raise TemplateFault(f"a message holds {half!r}, half of a character")
         # Every text by itself has marks, so what the template did not write is of two of them.
-        if self._count_written(found.text) > sum(map(self._count_written, found.glue)):
+        if self._count_written(rendered.text) > sum(map(self._count_written, rendered.glue)):
             raise TemplateFault(
                 "two texts that the chat template joins make a control token together",
                 "leave a character between them",
             )
-        return found
+        return rendered
 
-    def marked(self, given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def marked(self, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages or tools with marks in their texts."""
         of_others = self._patterns[""]
         return [
-            _marked(each, self._patterns.get(each.get("role", ""), of_others)) for each in given
+            _marked(part, self._patterns.get(part.get("role", ""), of_others)) for part in parts
         ]
 
     def marked_reply(self, text: str) -> str:
@@ -254,7 +254,7 @@ class Renderer:
 
     def text(self, rendered: str) -> str:
         """Return rendered text without marks."""
-        return self._marks.sub(lambda found: found[1] or _MARK, rendered)
+        return self._marks.sub(lambda match: match[1] or _MARK, rendered)
 
     def tokens(self, text: str) -> list[int]:
         """Tokenise rendered text, or a part of it."""
@@ -262,8 +262,8 @@ class Renderer:
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise several rendered texts at once."""
-        found = iter(self._encoded([text for text in texts if _MARK not in text]))
-        return [self._cut(text) if _MARK in text else next(found) for text in texts]
+        tokens = iter(self._encoded([text for text in texts if _MARK not in text]))
+        return [self._cut(text) if _MARK in text else next(tokens) for text in texts]
 
     def after(
         self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()
@@ -275,8 +275,8 @@ class Renderer:
                 in the text as it is.
         """
         text = self.render([*old, _REPLY, *new], tools)
-        _, found, after = text.partition(PLACEHOLDER)
-        if not found or PLACEHOLDER in after or not after:
+        _, reply, after = text.partition(PLACEHOLDER)
+        if not reply or PLACEHOLDER in after or not after:
             raise TemplateFault("the model's message does not appear unchanged and exactly once")
         return after
 
@@ -317,9 +317,9 @@ class Renderer:
     ) -> None:
         """Set what is marked in messages of the model, in other messages and in tools' results."""
         by_role = {"assistant": in_replies, "": in_texts, "tool": in_results}
-        texts = {role: _any_of(map(self.text_of, each)) for role, each in by_role.items()}
+        texts = {role: _any_of(map(self.text_of, tokens)) for role, tokens in by_role.items()}
         self._control = set(in_results)
-        self._patterns = {role: re.compile(f"{_MARK}|{each}") for role, each in texts.items()}
+        self._patterns = {role: re.compile(f"{_MARK}|{text}") for role, text in texts.items()}
         self._written = re.compile(texts["assistant"])
         self._marks = re.compile(f"{_MARK}(?:({texts['tool']}){_MARK}|{_MARK})")
         added = list(self._tokenizer.added_tokens_decoder.values())
@@ -338,8 +338,8 @@ class Renderer:
         holds a mark, the rest as it is."""
         tokens: list[int] = []
         plain, start = "", 0
-        found = [each.span() for each in self._cuts.finditer(text) if not each[0].startswith(_MARK)]
-        for first, end in [*found, (len(text), len(text))]:
+        cuts = [cut.span() for cut in self._cuts.finditer(text) if not cut[0].startswith(_MARK)]
+        for first, end in [*cuts, (len(text), len(text))]:
             piece = text[start:first]
             if _MARK in piece:
                 tokens += self._encoded([plain])[0] + self._as_text(self.text(piece))
@@ -354,13 +354,13 @@ class Renderer:
         # The option changes the tokenizer, which other threads use at the same time.
         if self._for_text is None:
             self._for_text = copy.deepcopy(self._tokenizer)
-        found = self._for_text(text, add_special_tokens=False, split_special_tokens=True)
-        tokens: list[int] = found["input_ids"]
+        encoded = self._for_text(text, add_special_tokens=False, split_special_tokens=True)
+        tokens: list[int] = encoded["input_ids"]
         if self._control.isdisjoint(tokens):
             return tokens
         # The tokenizer has one that is not declared as special: no token spans the cut.
         halves = self._patterns["tool"].sub(
-            lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text
+            lambda match: f"{match[0][:1]}{_MARK}{match[0][1:]}", text
         )
         return [token for half in self._encoded(halves.split(_MARK)) for token in half]
 
@@ -417,9 +417,9 @@ def _named_ends(tokenizer: Any) -> list[int]:
         except (ValueError, RecursionError, AttributeError) as error:
             rule = f"is not a JSON object ({error})"
         else:
-            found = named if isinstance(named, list) else [] if named is None else [named]
-            if all(type(each) is int and each >= 0 for each in found):
-                ends += found
+            ids = named if isinstance(named, list) else [] if named is None else [named]
+            if all(type(token) is int and token >= 0 for token in ids):
+                ends += ids
             else:
                 rule = f"names {named!r} as eos_token_id, which is no token id or list of them"
         if rule:
@@ -429,7 +429,7 @@ def _named_ends(tokenizer: Any) -> list[int]:
 
 def _any_of(texts: Iterable[str]) -> str:
     """A pattern for the longest of these texts at a place."""
-    return "|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)) or "(?!)"
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
 
 
 def _marked(value: Any, pattern: re.Pattern[str]) -> Any:
@@ -437,11 +437,11 @@ def _marked(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return pattern.sub(_with_marks, value)
     if isinstance(value, Mapping):
-        return {_marked(key, pattern): _marked(each, pattern) for key, each in value.items()}
+        return {_marked(key, pattern): _marked(entry, pattern) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_marked(each, pattern) for each in value]
+        return [_marked(entry, pattern) for entry in value]
     return value
 
 
-def _with_marks(found: re.Match[str]) -> str:
-    return _MARK * 2 if found[0] == _MARK else f"{_MARK}{found[0]}{_MARK}"
+def _with_marks(match: re.Match[str]) -> str:
+    return _MARK * 2 if match[0] == _MARK else f"{_MARK}{match[0]}{_MARK}"
