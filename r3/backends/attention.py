@@ -182,27 +182,27 @@ class Plain:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the log-sum-exp of the scores, float32 or wider, [t, h]."""
-        found = []
+        results = []
         for q, k, v in self._runs(query, key, value):
             scores = self._scores(q, k)
             sums = scores.logsumexp(-1, keepdim=True)
-            found.append(((scores - sums).exp() @ v, sums))
+            results.append(((scores - sums).exp() @ v, sums))
         out, sums = (
-            torch.cat([_packed(part) for part in parts]) for parts in zip(*found, strict=True)
+            torch.cat([_packed(part) for part in parts]) for parts in zip(*results, strict=True)
         )
         return out, sums[..., 0]
 
     def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return gradients of q, k, v, given that of the output, q, k, v, output, log-sum-exp."""
         *rest, sums_th = tensors
-        found = []
+        gradients = []
         for d_out, q, k, v, out, sums in self._runs(*rest, sums_th[..., None]):
             shares = (self._scores(q, k) - sums).exp()
             inner = (d_out * out).sum(-1, keepdim=True)
             d_scores = shares * (d_out @ v.mT - inner) * self.scale
-            found.append((d_scores @ k, d_scores.mT @ q, shares.mT @ d_out))
+            gradients.append((d_scores @ k, d_scores.mT @ q, shares.mT @ d_out))
         dq, dk, dv = (
-            torch.cat([_packed(part) for part in parts]) for parts in zip(*found, strict=True)
+            torch.cat([_packed(part) for part in parts]) for parts in zip(*gradients, strict=True)
         )
         return dq, dk, dv
 
@@ -210,8 +210,8 @@ class Plain:
         """Yield all tensors of sequences of one length, [sequences, h, length, d]."""
         runs = [(length, len(list(run))) for length, run in groupby(self.lengths)]
         parts = (x.split([length * count for length, count in runs]) for x in tensors)
-        for (length, count), *each in zip(runs, *parts, strict=True):
-            yield [x.unflatten(0, (count, length)).transpose(1, 2) for x in each]
+        for (length, count), *of_run in zip(runs, *parts, strict=True):
+            yield [x.unflatten(0, (count, length)).transpose(1, 2) for x in of_run]
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         sees = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()

@@ -44,13 +44,13 @@ def _cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         sizes.append(
             ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "is a multiple of 32")
         )
-    found = []
+    problems = []
     half = "gated delta layers" if shape.delta else "attention with sinks" if shape.sinks else ""
     if half and config.engine.dtype == "float32":
         rule = f"vLLM computes {half} on CPU in bfloat16 only"
         fix = "use --engine.dtype bfloat16 and --model.dtype bfloat16"
-        found.append(Problem("engine.dtype", config.engine.dtype, rule, fix))
-    return found + [
+        problems.append(Problem("engine.dtype", config.engine.dtype, rule, fix))
+    return problems + [
         config.model.problem(
             f"{name} is {size}, and the engine runs on CPU only if it {rule}",
             "run on a GPU, or use a model of such a size",
@@ -63,7 +63,7 @@ def _cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
 def _cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Experts whose rows the grouped product refuses on CUDA: they must begin at 16 bytes."""
     parallel = config.parallel
-    each = shape.moe_ffn_size // parallel.experts_tp
+    width = shape.moe_ffn_size // parallel.experts_tp
     multiple = 8 if config.model.dtype == "bfloat16" else 4
     if not shape.moe_layers or config.model.experts == "sequential":
         return []
@@ -75,7 +75,7 @@ def _cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
             "set model.experts sequential",
         )
         for name, size in (
-            ("the experts' width per rank", each),
+            ("the experts' width per rank", width),
             ("hidden_size", shape.hidden_size),
         )
         if size % multiple

@@ -221,8 +221,8 @@ class Transfer:
 
     def finish(self) -> list[torch.Tensor]:
         """Return the received rows. On CUDA, the current stream waits for them, not the host."""
-        for each in self._pending:
-            each.wait()
+        for exchange in self._pending:
+            exchange.wait()
         results, self._results, self._pending = self._results, [], []
         return results
 
@@ -232,14 +232,14 @@ class Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *rows: torch.Tensor) -> torch.Tensor:
-        ctx.transfer, ctx.has_gradient = transfer, [each.is_floating_point() for each in rows]
+        ctx.transfer, ctx.has_gradient = transfer, [tensor.is_floating_point() for tensor in rows]
         transfer.start(rows)
         return rows[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_empty: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = iter(ctx.transfer.finish())
-        return (None, *(next(found) if counts else None for counts in ctx.has_gradient))
+        gradients = iter(ctx.transfer.finish())
+        return (None, *(next(gradients) if counts else None for counts in ctx.has_gradient))
 
 
 class Arrive(torch.autograd.Function):

@@ -37,15 +37,15 @@ class KeptTokens:
         self, logprobs_BV: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     ) -> Any:
         """Gather the sampled token's log-probability, and beside it the number of its set."""
-        found = self._gather(logprobs_BV, 0, token_ids)
+        gathered = self._gather(logprobs_BV, 0, token_ids)
         if num_logprobs != self.wanted:
-            return found
+            return gathered
         batch = self._runner.input_batch
         assert len(batch.req_ids) == len(logprobs_BV), "a row of a batch is one request"
         wants = [batch.num_logprobs.get(name) == self.wanted for name in batch.req_ids]
         rows = torch.tensor(wants, device=logprobs_BV.device).nonzero()[:, 0]
         is_kept = logprobs_BV[rows] > -torch.inf
-        numbers = torch.full_like(found.logprob_token_ids, -1)
+        numbers = torch.full_like(gathered.logprob_token_ids, -1)
         first = len(self._sets)
         numbers[rows, 0] = torch.arange(
             first, first + len(rows), dtype=numbers.dtype, device=numbers.device
@@ -53,9 +53,9 @@ class KeptTokens:
         ids = is_kept.nonzero()[:, 1].int().cpu().numpy()
         borders = is_kept.sum(1).cumsum(0).cpu().numpy()
         self._sets += np.split(ids, borders[:-1])
-        return found._replace(
-            logprob_token_ids=torch.cat([found.logprob_token_ids, numbers], 1),
-            logprobs=found.logprobs.expand(-1, 2),
+        return gathered._replace(
+            logprob_token_ids=torch.cat([gathered.logprob_token_ids, numbers], 1),
+            logprobs=gathered.logprobs.expand(-1, 2),
         )
 
     def take(self, logprobs: Any) -> tuple[list[float], list[np.ndarray]]:

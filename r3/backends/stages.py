@@ -45,7 +45,7 @@ class KnownShapes(P2PCommunicator):
         of_stages = mesh.pp.all_gather_object(tuple(lengths))
         assert len(set(of_stages)) == 1, (
             f"rank {self._rank}: lengths of micro-batches differ between pipeline stages: "
-            + "; ".join(f"stage {stage} has {each}" for stage, each in enumerate(of_stages))
+            + "; ".join(f"stage {stage} has {shapes}" for stage, shapes in enumerate(of_stages))
         )
         parts = mesh.cp.size * mesh.tp.size  # with tensor parallelism sequences are parallel too
         shapes = [(length // parts, 1, config.hidden_size) for length in lengths]

@@ -96,7 +96,7 @@ def parts_of(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _model_parameters(optimizer: Any) -> dict[int, torch.Tensor]:
     """By id of a float32 main parameter: its shard of the half-precision parameter buffer."""
-    found = {}
+    parameters = {}
     for mains, models in zip(
         optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True
     ):
@@ -104,5 +104,5 @@ def _model_parameters(optimizer: Any) -> dict[int, torch.Tensor]:
             where = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             buffer, _, bucket = optimizer.model_param_gbuf_map[model]
             flat = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-            found[id(main)] = flat[where.start : where.end]
-    return found
+            parameters[id(main)] = flat[where.start : where.end]
+    return parameters

@@ -99,7 +99,7 @@ def _replace_kernels_of_vllm_alone() -> None:
     rebind = dispatcher._rebind_kernels
 
     def in_vllm(overrides: Any) -> None:
-        own = {name: each for name, each in sys.modules.items() if name.startswith("vllm.")}
+        own = {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
         dispatcher.sys = SimpleNamespace(modules=own)
         try:
             rebind(overrides)
@@ -223,10 +223,10 @@ def cuts_off() -> bool:
     from vllm._custom_ops import rms_norm
 
     row = torch.arange(1.0, 65.0).bfloat16()
-    found, exact = torch.empty_like(row), torch.empty(64)
-    rms_norm(found, row, torch.ones_like(row), 1e-6)
+    result, exact = torch.empty_like(row), torch.empty(64)
+    rms_norm(result, row, torch.ones_like(row), 1e-6)
     rms_norm(exact, row.float(), torch.ones(64), 1e-6)
-    return not torch.equal(found, exact.bfloat16())
+    return not torch.equal(result, exact.bfloat16())
 
 
 def rotate_to_nearest(modules: Iterable[Any]) -> None:

@@ -63,7 +63,7 @@ class _Experts(torch.autograd.Function):
         gates_S = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)
         saved = []
         out_ND = torch.zeros_like(tokens_ND, dtype=wide)
-        for expert, rows, gates in _each(sizes, rows_S, gates_S):
+        for expert, rows, gates in _by_expert(sizes, rows_S, gates_S):
             both = product(tokens_ND.index_select(0, rows), w1[expert].t())
             saved.append(both)
             inner = weighted_swiglu(both, gates)
@@ -85,7 +85,7 @@ class _Experts(torch.autograd.Function):
             _WeightGradient(weight) if needed else None
             for weight, needed in zip((w1, w2), ctx.needs_input_grad[3:], strict=True)
         )
-        parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
+        parts = _by_expert(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
             d_outputs = d_out_ND.index_select(0, rows)
             inner, d_both, d_gates[:] = weighted_swiglu_backward(
@@ -141,7 +141,7 @@ def _parts(
     return slots_S, rows_S, sizes
 
 
-def _each(sizes: list[int], *values_S: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+def _by_expert(sizes: list[int], *values_S: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """Number and parts of every expert that has slots."""
     for expert, *parts in zip(count(), *(values.split(sizes) for values in values_S)):
         if len(parts[0]):
