@@ -110,9 +110,9 @@ def refuse_unfit(built: VllmConfig, config: Config) -> None:
         ),
     }
     faults = [
-        f"{path.rpartition('.')[2]} is {found!r}, must be {wanted!r}: {why}"
+        f"{path.rpartition('.')[2]} is {actual!r}, must be {wanted!r}: {why}"
         for path, (wanted, why) in facts.items()
-        if (found := attrgetter(path)(built)) != wanted
+        if (actual := attrgetter(path)(built)) != wanted
     ]
     if faults:
         raise EngineConfigError(
@@ -370,10 +370,10 @@ def require_head_type(llm: LLM, config: Config) -> None:
         modules = worker.model_runner.get_model().modules()
         return {module.head_dtype for module in modules if isinstance(module, LogitsProcessor)}
 
-    for found in llm.collective_rpc(types):
-        assert found == {asked}, (
+    for dtypes in llm.collective_rpc(types):
+        assert dtypes == {asked}, (
             f"model.fp32_head {config.model.fp32_head} and engine.dtype {config.engine.dtype} need "
-            f"an output layer in {asked}; the engine has {found or 'no logits processor of vLLM'}"
+            f"an output layer in {asked}; the engine has {dtypes or 'no logits processor of vLLM'}"
         )
 
 

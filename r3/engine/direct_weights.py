@@ -231,8 +231,8 @@ def matrices(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of single experts, as the checkpoint has them."""
     names = experts.names(shape)
-    each = len(names) // experts.count
-    yield from zip(names, (part for one in full for part in one.chunk(each)), strict=True)
+    per_expert = len(names) // experts.count
+    yield from zip(names, (part for one in full for part in one.chunk(per_expert)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,18 +349,18 @@ class DirectWeights:
 
     def beside(self, names: Collection[str]) -> set[str]:
         """Return these checkpoint tensors and all that fill the same parameters or experts."""
-        found, before = set(names), 0
-        while len(found) > before:
-            before = len(found)
-            targets = {id(target) for name in found for target, _ in self.places.get(name, ())}
-            layers = {self.layers[name] for name in found if name in self.layers}
-            found |= {name for name, layer in self.layers.items() if layer in layers}
-            found |= {
+        tensors, before = set(names), 0
+        while len(tensors) > before:
+            before = len(tensors)
+            targets = {id(target) for name in tensors for target, _ in self.places.get(name, ())}
+            layers = {self.layers[name] for name in tensors if name in self.layers}
+            tensors |= {name for name, layer in self.layers.items() if layer in layers}
+            tensors |= {
                 name
                 for name, places in self.places.items()
                 if not targets.isdisjoint(id(target) for target, _ in places)
             }
-        return found
+        return tensors
 
     def load(
         self,
@@ -415,13 +415,13 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    found = DirectWeights(layers=expert_layers(shape), shape=shape, rank=rank, ranks=ranks)
+    direct = DirectWeights(layers=expert_layers(shape), shape=shape, rank=rank, ranks=ranks)
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             stacked = plain_experts(module, shape)
             if isinstance(stacked, str):
                 return f"{path}: {stacked}"
-            found.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module
+            direct.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module
             continue
         for leaf, live in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}"
@@ -433,11 +433,11 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
             if packed and live.device.type != "cpu":
                 return f"{name} has a layout of its own"
             target = Target(name=name, module=module, leaf=leaf, like=like, is_packed=packed)
-            found.targets.append(target)
+            direct.targets.append(target)
             for source, piece in pieces_of(name, len(like), module, shape):
                 if source not in shape.tensor_shapes:
                     return f"the checkpoint has no {source}, which {name} is made of"
                 target.refuse_unfit(source, shape.tensor_shapes[source], piece, ranks)
-                found.places.setdefault(source, []).append((target, piece))
+                direct.places.setdefault(source, []).append((target, piece))
                 target.pieces += 1
-    return found
+    return direct

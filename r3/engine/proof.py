@@ -75,12 +75,12 @@ def compare(
                 continue
             if isinstance(module, RoutedExperts):
                 is_weight = leaf in expert_leaves(shape).values()
-                found = plain_experts(module, shape) if is_weight else "not a weight"
-                if isinstance(found, str):
+                stacked = plain_experts(module, shape) if is_weight else "not a weight"
+                if isinstance(stacked, str):
                     uncompared.append(name)
                 else:
                     layer = int(name.split(".layers.")[1].split(".")[0])
-                    experts[layer] = (found, _packing(module))
+                    experts[layer] = (stacked, _packing(module))
                 continue
             parameters[name] = (
                 _effective(module, parameter.data) if leaf == "weight" else parameter.data
@@ -129,12 +129,12 @@ def _different(
     """Names of tensors of experts whose part on this rank is not the engine's."""
     held = stacked.held[key.part]
     own, names = stacked.rows(key.part, full).to(held.dtype), key.names(shape)
-    each = len(names) // key.count
+    per_expert = len(names) // key.count
     return [
         name
         for i, one in enumerate(own)
         if not torch.equal(one if one.dim() == 1 else packed(one), held[key.first + i])
-        for name in names[i * each : (i + 1) * each]
+        for name in names[i * per_expert : (i + 1) * per_expert]
     ]
 
 

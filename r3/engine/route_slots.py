@@ -119,7 +119,7 @@ class RouteTable(SlotTable):
         assert self.layers, "no router of this engine can be captured"
         # Groups of sliding windows free the blocks that left the window, and give them away.
         groups = runner.kv_cache_config.kv_cache_groups
-        full = [i for i, each in enumerate(groups) if _keeps_all(each.kv_cache_spec)]
+        full = [i for i, cache_group in enumerate(groups) if _keeps_all(cache_group.kv_cache_spec)]
         assert full, "no group of this engine's KV cache keeps all tokens of a conversation"
         self.group = full[0]
         self._runner, self._batch = runner, runner.input_batch
@@ -147,7 +147,7 @@ def _keeps_all(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return all(isinstance(each, FullAttentionSpec) for each in specs)
+    return all(isinstance(spec, FullAttentionSpec) for spec in specs)
 
 
 class SlotRoutes:

@@ -294,7 +294,7 @@ class Transcript:
             RouteError: rows are missing or illegal, or belong to other tokens.
         """
         if not math.isfinite(sum(sampled.logprobs_T)):  # one NaN or infinity makes the sum so
-            bad = next(each for each in sampled.logprobs_T if not math.isfinite(each))
+            bad = next(logprob for logprob in sampled.logprobs_T if not math.isfinite(logprob))
             raise FloatingPointError(
                 f"{self._who}: the engine sampled a token with log-probability {bad}"
             )

@@ -190,10 +190,10 @@ class Adapters(nn.Module):
         # Factors that the run started with, where B was not 0; whether these are merged now.
         self._first: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_first = False
-        for each in adapters:
+        for adapter in adapters:
             for letter in "ab":
-                # torch allows no dots in names.
-                self.register_parameter(_key(each, letter).replace(".", "/"), getattr(each, letter))
+                name = _key(adapter, letter).replace(".", "/")  # torch allows no dots in names
+                self.register_parameter(name, getattr(adapter, letter))
 
     def start(self, *, keep: bool = False) -> None:
         """Keep the loaded weights as the base, and let backward reach the adapters.
@@ -206,7 +206,7 @@ class Adapters(nn.Module):
         quantised = {id(weight): (by, layer) for weight, by, layer in self._quantised}
         own = {key: list(group) for key, group in groupby(self.adapters, lambda x: id(x.weight))}
         weights = [weight for weight, _, _ in self._quantised]
-        weights += [each[0].weight for key, each in own.items() if key not in quantised]
+        weights += [group[0].weight for key, group in own.items() if key not in quantised]
         for weight in weights:
             base: torch.Tensor | QuantisedWeight = weight
             by_columns, of_layer = quantised.get(id(weight), (False, None))
@@ -229,9 +229,9 @@ class Adapters(nn.Module):
             of_layer.register_forward_pre_hook(self._before)
             of_layer.register_forward_hook(self._after)
         self._first = {
-            each.name: (each.a.detach().clone(), each.b.detach().clone())
-            for each in self.adapters
-            if each.b.any()
+            adapter.name: (adapter.a.detach().clone(), adapter.b.detach().clone())
+            for adapter in self.adapters
+            if adapter.b.any()
         }
         if self._first or keep:
             self.merge()
@@ -239,8 +239,8 @@ class Adapters(nn.Module):
     @torch.no_grad()
     def project(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradients of the adapters what follows from that of a merged parameter."""
-        for each in self.bases[number].adapters:
-            each.add_gradient(gradient)
+        for adapter in self.bases[number].adapters:
+            adapter.add_gradient(gradient)
 
     @torch.no_grad()
     def merge(self, *, first: bool = False) -> None:
@@ -281,11 +281,11 @@ class Adapters(nn.Module):
             into.copy_(made.base.read(into.dtype))
         else:
             into.copy_(made.base, non_blocking=True)
-        for each in made.adapters:
+        for adapter in made.adapters:
             if not self._is_first:
-                each.merge(into, each.a, each.b)
-            elif each.name in self._first:
-                each.merge(into, *self._first[each.name])
+                adapter.merge(into, adapter.a, adapter.b)
+            elif adapter.name in self._first:
+                adapter.merge(into, *self._first[adapter.name])
 
     @torch.no_grad()
     def _hold(self, layer: int) -> None:
@@ -315,23 +315,23 @@ class Adapters(nn.Module):
         """Return the chunk's state for a checkpoint: adapters, by names that no layout changes."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        mesh, found = self._mesh, {}
-        for each in self.adapters:
-            copies = mesh.expert_dp if each.is_expert else mesh.dp_cp
-            for letter, dim in each.shards.items():
-                key, tensor, axis = _key(each, letter), getattr(each, letter), each.axis
-                offsets = [(0, mesh.ep.rank, mesh.ep.size)] if each.is_expert else []
+        mesh, state = self._mesh, {}
+        for adapter in self.adapters:
+            copies = mesh.expert_dp if adapter.is_expert else mesh.dp_cp
+            for letter, dim in adapter.shards.items():
+                key, tensor, axis = _key(adapter, letter), getattr(adapter, letter), adapter.axis
+                offsets = [(0, mesh.ep.rank, mesh.ep.size)] if adapter.is_expert else []
                 if dim is not None:
                     offsets.append((tensor.dim() + dim, axis.rank, axis.size))
-                found[f"lora.{key.replace('.', '/')}"] = ShardedTensor.from_rank_offsets(
+                state[f"lora.{key.replace('.', '/')}"] = ShardedTensor.from_rank_offsets(
                     f"lora.{key}",
                     tensor,
                     *offsets,
                     replica_id=(0, axis.rank if dim is None else 0, copies.rank),
                     # A vocabulary is padded to equal parts of the ranks.
-                    allow_shape_mismatch=each.kind == "column",
+                    allow_shape_mismatch=adapter.kind == "column",
                 )
-        return found
+        return state
 
 
 def _projection(adapters: Adapters, number: int) -> Callable[[torch.Tensor], None]:
@@ -365,14 +365,14 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     ranks = ranks_of(config, shape)
     start = adapter_reader(config.lora.start, config.lora) if config.lora.start else None
     # Experts of a rank are one parameter, which begins where its first slot does.
-    found = [
+    adapted = [
         (slot, parameters[slot.tensor.data_ptr()])
         for slot in slots([chunk], shape, mesh)
         if slot.tensor.data_ptr() in parameters
     ]
     adapters = [
         _adapter(config, shape, mesh, slot, weight, part, ranks[name], start)
-        for slot, weight in found
+        for slot, weight in adapted
         for part, name in enumerate(slot.parts)
         if name in ranks
     ]
@@ -380,7 +380,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     names = quantised_tensors(shape) if config.quantises_base else set()
     quantised = [
         (weight, slot.kind == "row", layers[id(weight)])
-        for slot, weight in found
+        for slot, weight in adapted
         if names.issuperset(slot.hf)
     ]
     chunk.lora = Adapters(adapters, mesh, config.model.base, quantised)
@@ -401,12 +401,12 @@ def adapters_of(chunks: Iterable[Any]) -> Iterator[Adapters]:
 
 def factors(adapters: Adapters) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (name of the checkpoint's matrix, A, B); without shards: of a rank that has all."""
-    for each in adapters.adapters:
-        if not each.is_expert:
-            yield each.name, each.a.detach(), each.b.detach()
+    for adapter in adapters.adapters:
+        if not adapter.is_expert:
+            yield adapter.name, adapter.a.detach(), adapter.b.detach()
             continue
-        for expert, (a, b) in enumerate(zip(each.a.detach(), each.b.detach(), strict=True)):
-            yield each.name.format(e=expert), a, b
+        for expert, (a, b) in enumerate(zip(adapter.a.detach(), adapter.b.detach(), strict=True)):
+            yield adapter.name.format(e=expert), a, b
 
 
 def _key(adapter: Adapter, letter: str) -> str:
@@ -433,7 +433,7 @@ def _adapter(
     if start:
         a, b = (torch.stack(x) for x in zip(*map(start, names), strict=True))
     else:
-        a = torch.stack([_initial(each, config.train.seed, rank, width) for each in names])
+        a = torch.stack([_initial(name, config.train.seed, rank, width) for name in names])
         b = torch.zeros(len(names), shape.tensor_shapes[names[0]][0], rank)
     if slot.kind == "row":
         a = a.chunk(axis.size, -1)[axis.rank]

@@ -20,7 +20,7 @@ def frozen_tensors(shape: ModelSizes, patterns: Sequence[str]) -> frozenset[str]
     if not patterns:
         return frozenset()
     names = {name for unit in _units(shape) for name in unit}
-    frozen = {name for name in names if any(fnmatchcase(name, each) for each in patterns)}
+    frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             example = "*.mlp.gate.weight" if shape.moe_layers else "model.embed_tokens.weight"

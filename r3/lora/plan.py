@@ -41,7 +41,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def matrices(shape: ModelShape) -> dict[str, str]:
     """Return the target of each Hugging Face tensor that may have an adapter."""
     rules = conversion_rules(shape)
-    found = {
+    targets = {
         f"model.layers.{n}.{part}": target
         for n, layer in enumerate(rules.layers)
         for suffix, rule in layer.items()
@@ -50,7 +50,7 @@ def matrices(shape: ModelShape) -> dict[str, str]:
         for part, size in rule.hf.items()
         if len(size) == 2
     }
-    found |= {
+    targets |= {
         f"model.layers.{n}.{part.format(e=e)}": "experts"
         for n in shape.moe_layers
         for e in range(shape.num_experts)
@@ -59,8 +59,8 @@ def matrices(shape: ModelShape) -> dict[str, str]:
         if len(size) == 2
     }
     if not shape.tied:
-        found |= dict.fromkeys(rules.top["output_layer.weight"].hf, "head")
-    return found
+        targets |= dict.fromkeys(rules.top["output_layer.weight"].hf, "head")
+    return targets
 
 
 def quantised_tensors(shape: ModelShape) -> set[str]:
@@ -109,7 +109,7 @@ def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> s
     place = Path(folder)
     try:
         config = json.loads((place / "adapter_config.json").read_bytes())
-        found, _ = header_of(place / "adapter_model.safetensors")
+        tensors, _ = header_of(place / "adapter_model.safetensors")
     except (OSError, ValueError, ShapeError) as error:
         return f"is no folder of a PEFT adapter: {error}"
     if config.get("peft_type") != "LORA":
@@ -126,8 +126,8 @@ def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> s
         expected |= {a: (rank, width), b: (rows, rank)}
     differing = [
         name
-        for name in sorted({**expected, **found})
-        if name not in found or tuple(found[name]["shape"]) != expected.get(name)
+        for name in sorted({**expected, **tensors})
+        if name not in tensors or tuple(tensors[name]["shape"]) != expected.get(name)
     ]
     return f"differs in {len(differing)} tensors, such as {differing[0]}" if differing else ""
 
@@ -157,7 +157,7 @@ def scale_in(config: Mapping[str, Any], name: str) -> float:
 
     def value(key: str, of_others: float) -> float:
         patterns = config.get(key) or {}
-        matching = (x for each, x in patterns.items() if re.match(rf"(.*\.)?({each})$", module))
+        matching = (x for part, x in patterns.items() if re.match(rf"(.*\.)?({part})$", module))
         return next(matching, of_others)
 
     rank = value("rank_pattern", config["r"])

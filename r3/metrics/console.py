@@ -117,17 +117,17 @@ def with_evaluation(row: Mapping[str, float]) -> dict[str, float]:
 def notes(row: Mapping[str, float]) -> list[str]:
     """What a person should know of a row and the table does not show."""
     coverage = row.get("routing/coverage", 1.0)
-    found = [] if coverage == 1.0 else [f"coverage {share_text(coverage)}: routes are missing"]
+    lines = [] if coverage == 1.0 else [f"coverage {share_text(coverage)}: routes are missing"]
     if dropped := row.get("env/dropped", 0.0) + row.get("reward/dropped", 0.0):
-        found.append(f"{dropped:.0f} samples dropped")
+        lines.append(f"{dropped:.0f} samples dropped")
     figures = list(headlines(row).values())
     for key in sorted(row):
         if key.startswith(EVAL) and key not in (EVAL, *figures[:1]):
             name = key.removeprefix(EVAL)
             # The accuracy of a set is named only where another figure stands for the set.
             name = name.removesuffix("/accuracy") if key in figures else name
-            found.append(f"{name.replace('/', ' ')} {row[key]:.3f}")
-    return found
+            lines.append(f"{name.replace('/', ' ')} {row[key]:.3f}")
+    return lines
 
 
 def step_line(
@@ -139,12 +139,12 @@ def step_line(
 ) -> str:
     """One labelled line for a log file: `step 12/40  reward 0.610  k3 1.2e-07 ...`."""
     row = with_evaluation(row)
-    found = {column: f"{column.title} {text}" for column in COLUMNS if (text := column.text(row))}
+    texts = {column: f"{column.title} {text}" for column in COLUMNS if (text := column.text(row))}
     first = [f"step {step}/{steps}"]
     rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s else [])]
-    while len("  ".join([*first, *found.values(), *rest])) > width and found:
-        del found[least(found)]
-    return "  ".join([*first, *found.values(), *rest])
+    while len("  ".join([*first, *texts.values(), *rest])) > width and texts:
+        del texts[least(texts)]
+    return "  ".join([*first, *texts.values(), *rest])
 
 
 @contextmanager

@@ -39,10 +39,10 @@ def _read() -> dict[str, str]:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    found = re.escape(key)
+    pattern = re.escape(key)
     for placeholder, filled in _FILLED.items():
-        found = found.replace(placeholder, filled)
-    return re.compile(found)
+        pattern = pattern.replace(placeholder, filled)
+    return re.compile(pattern)
 
 
 GLOSSARY: dict[str, str] = _read()
@@ -77,13 +77,13 @@ def explain(key: str, *, users: bool = True) -> str:
 
 def headlines(keys: Iterable[str]) -> dict[str, str]:
     """The figure of each held-out set: its mean reward where there is one, else its accuracy."""
-    found: dict[str, str] = {}
+    figures: dict[str, str] = {}
     for key in sorted(keys):  # accuracy before reward
         section, _, rest = key.partition("/")
         name, _, figure = rest.rpartition("/")
         if section == "eval" and figure in ("accuracy", "reward") and "/" not in name:
-            found[name] = key
-    return found
+            figures[name] = key
+    return figures
 
 
 def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, float]:
@@ -113,10 +113,10 @@ def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, flo
                 "has at most 64 characters"
             )
         try:
-            found = number(reported)
+            figure = number(reported)
         except ValueError as error:
             raise ValueError(f"metric {name!r} is {error}") from None
         if (key := f"{area}/{name}") in GLOSSARY:
             raise ValueError(f"metric {name!r}: {key} is a metric of R3. Use another name")
-        metrics[key] = found
+        metrics[key] = figure
     return metrics

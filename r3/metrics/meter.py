@@ -268,12 +268,12 @@ _OVER_LAYERS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def _over_layers(row: Mapping[str, float]) -> dict[str, float]:
     """The load of the experts over all layers, from that of each."""
-    found = {}
+    combined = {}
     for name, combine in _OVER_LAYERS.items():
         values = [row[key] for key in sorted(row) if key.startswith(f"routing/{name}_layer/")]
         if values:
-            found[f"routing/{name}"] = float(combine(values))
-    return found
+            combined[f"routing/{name}"] = float(combine(values))
+    return combined
 
 
 def _own_seconds(row: Mapping[str, float]) -> float:
@@ -283,13 +283,13 @@ def _own_seconds(row: Mapping[str, float]) -> float:
 
 def _rates(row: Mapping[str, float]) -> dict[str, float]:
     """Tokens per second, of the whole step and of the engine."""
-    found = {}
+    rates = {}
     if "time/step_s" in row and "rollout/tokens" in row and (seconds := _own_seconds(row)):
-        found["perf/tokens_per_s"] = row["rollout/tokens"] / seconds
+        rates["perf/tokens_per_s"] = row["rollout/tokens"] / seconds
     if row.get("time/generate_s") and "rollout/sampled_tokens" in row:
         rate = row["rollout/sampled_tokens"] / row["time/generate_s"]
-        found["perf/sampled_tokens_per_s"] = rate
-    return found
+        rates["perf/sampled_tokens_per_s"] = rate
+    return rates
 
 
 def merged_parts(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:

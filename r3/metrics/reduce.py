@@ -285,4 +285,4 @@ def means(
             values.setdefault(key, []).append(value)
     for key in without:
         values.pop(key, None)
-    return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}
+    return {key: UsersMean(tuple(numbers)) for key, numbers in sorted(values.items())}

@@ -15,8 +15,8 @@ from r3.config.rules import Findings
 def check_sources(config: Config, errors: Findings) -> None:
     """Environments of sources exist and end their conversations in a step; bounds are bounds."""
     data = config.data
-    for each in filter(None, dict.fromkeys(data.env)):
-        check_environment_name(each, "data.env", errors)
+    for env in filter(None, dict.fromkeys(data.env)):
+        check_environment_name(env, "data.env", errors)
     if data.env and len(data.env) != data.num_sources:
         rule = f"has {len(data.env)} values for the {data.num_sources} sources of rows"
         errors.add("data.env", rule, "give one per source, or none: env then holds for all rows")
@@ -30,7 +30,7 @@ def check_sources(config: Config, errors: Findings) -> None:
 
 def load_environments(config: Config, collect: Callable[..., None]) -> None:
     """Load the classes of `data.env`; `collect` keeps their problems."""
-    for spec in dict.fromkeys(each for each in config.data.env if ":" in each):
+    for spec in dict.fromkeys(env for env in config.data.env if ":" in env):
         env = config.env.named(spec)
         load = partial(extras.environments().environment_notes, env, replace(config, env=env))
         collect(load, {spec: "data.env"})

@@ -73,18 +73,18 @@ class MixedEnvironments:
 
     def __init__(self, settings: EnvConfig, parts: Sequence[ConversationSetup]) -> None:
         self.settings = settings
-        self._parts = [each.environments for each in parts]
-        self.stop = tuple(dict.fromkeys(text for each in self._parts for text in each.stop))
+        self._parts = [setup.environments for setup in parts]
+        self.stop = tuple(dict.fromkeys(text for part in self._parts for text in part.stop))
 
     def close_all(self) -> None:
         """Close the environments of a round that failed."""
-        for each in self._parts:
-            each.close_all()
+        for environments in self._parts:
+            environments.close_all()
 
     def close(self) -> None:
         """Close environments that are still open, then end what runs them."""
-        for each in self._parts:
-            each.close()
+        for environments in self._parts:
+            environments.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,12 @@ class MixedSetup(ConversationSetup):
 
     def split(self, prompts: Sequence[Prompt]) -> list[tuple[ConversationSetup, list[Prompt]]]:
         """Return prompts by what their conversations are made of, in the order of the sources."""
-        found: dict[int, tuple[ConversationSetup, list[Prompt]]] = {
+        by_part: dict[int, tuple[ConversationSetup, list[Prompt]]] = {
             id(part): (part, []) for part in self.parts.values()
         }
         for prompt in prompts:
-            found[id(self.parts[prompt.id.rpartition(":")[0]])][1].append(prompt)
-        return [each for each in found.values() if each[1]]
+            by_part[id(self.parts[prompt.id.rpartition(":")[0]])][1].append(prompt)
+        return [part for part in by_part.values() if part[1]]
 
 
 class MixedRound:
@@ -129,7 +129,7 @@ class MixedRound:
         self._rounds = []
         keys = itertools.count()
         for index, (setup, own) in enumerate(parts):
-            rows = {each.id for each in own}
+            rows = {prompt.id for prompt in own}
             sampling = replace(rules.sampling, stop=setup.environments.stop)
             self._rounds.append(
                 Round(
@@ -145,15 +145,15 @@ class MixedRound:
     @property
     def size(self) -> int:
         """Number of its episodes."""
-        return sum(each.size for each in self._rounds)
+        return sum(own_round.size for own_round in self._rounds)
 
     def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
         """Take what environments, workflows and reward functions returned; see `Round.advance`."""
         turns: list[Turn] = []
         finished = 0
-        for each in self._rounds:
-            new, over = each.advance(engine_busy=True)  # none waits while another has work
-            self._owner |= {turn.key: each for turn in new}
+        for own_round in self._rounds:
+            new, over = own_round.advance(engine_busy=True)  # none waits while another has work
+            self._owner |= {turn.key: own_round for turn in new}
             turns += new
             finished += over
         if not turns and not finished and not engine_busy:
@@ -162,7 +162,7 @@ class MixedRound:
 
     def take_abandoned(self) -> list[int]:
         """Return the turns in flight that nobody awaits any more; they are not received."""
-        keys = [key for each in self._rounds for key in each.take_abandoned()]
+        keys = [key for own_round in self._rounds for key in own_round.take_abandoned()]
         for key in keys:
             del self._owner[key]
         return keys
@@ -173,16 +173,16 @@ class MixedRound:
 
     def result(self) -> RoundResult:
         """Return all samples, and the metrics of all environments together."""
-        found = [each.result() for each in self._rounds]
+        results = [own_round.result() for own_round in self._rounds]
         metrics: dict[str, Any] = {}
-        for each in found:
-            for name, part in each.metrics.items():
+        for result in results:
+            for name, part in result.metrics.items():
                 metrics[name] = _added(metrics[name], part) if name in metrics else part
-        samples = [sample for each in found for sample in each.samples]
+        samples = [sample for result in results for sample in result.samples]
         return RoundResult(
-            samples=sorted(samples, key=lambda each: each.rollout.key),
+            samples=sorted(samples, key=lambda sample: sample.rollout.key),
             metrics=metrics,
-            dropped=tuple(text for each in found for text in each.dropped),
+            dropped=tuple(text for result in results for text in result.dropped),
         )
 
 

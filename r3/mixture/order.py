@@ -79,11 +79,11 @@ class Order:
 
     def judge(self, verdicts: dict[str, Verdict], rest: int) -> None:
         """Pass rows over for `rest` epochs that were judged easy or hard."""
-        self.held |= {row: (rest, found) for row, found in verdicts.items() if found}
+        self.held |= {row: (rest, verdict) for row, verdict in verdicts.items() if verdict}
 
-    def count(self, found: Verdict) -> int:
+    def count(self, verdict: Verdict) -> int:
         """Rows that are passed over now with this verdict."""
-        return sum(each == found for _, each in self.held.values())
+        return sum(other == verdict for _, other in self.held.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON has it."""
@@ -92,7 +92,7 @@ class Order:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self._places, self._cursors = state["places"], list(state["cursors"])
-        self.held = {row: (epochs, found) for row, (epochs, found) in state["held"].items()}
+        self.held = {row: (epochs, verdict) for row, (epochs, verdict) in state["held"].items()}
 
     def _next(self, pool: int, seen: set[str], passed: dict[str, Prompt], taken: Taken) -> Prompt:
         while True:
@@ -108,9 +108,9 @@ class Order:
             seen.add(prompt.id)
             passed[prompt.id] = prompt
             taken.passed_over += 1
-            epochs, found = self.held.pop(prompt.id)
+            epochs, verdict = self.held.pop(prompt.id)
             if epochs > 1:
-                self.held[prompt.id] = (epochs - 1, found)
+                self.held[prompt.id] = (epochs - 1, verdict)
 
     def _draw(self, pool: int) -> Prompt:
         """Return the row at the cursor of a pool."""

@@ -87,18 +87,18 @@ class _Followed(RolloutSource):
     def _episodes(self, samples: Sequence[Sample]) -> list[tuple[str, float, bool]]:
         """Row, reward and whether it is right, of each episode of this rank."""
         by_key: dict[tuple[int, int], list[Sample]] = {}
-        for each in samples:
-            by_key.setdefault(each.rollout.key[:2], []).append(each)
+        for sample in samples:
+            by_key.setdefault(sample.rollout.key[:2], []).append(sample)
         deciding = self._config.reward.deciding
-        found = []
+        episodes = []
         for sequences in by_key.values():
             last = sequences[-1]
             # A workflow that rewards calls shares its reward out over the sequences.
             own = sequences if last.rollout.own_reward else [last]
-            reward = sum(each.reward for each in own)
+            reward = sum(sample.reward for sample in own)
             is_right = reaches(last.parts.get(deciding, reward))
-            found.append((last.rollout.prompt_id, reward, is_right))
-        return found
+            episodes.append((last.rollout.prompt_id, reward, is_right))
+        return episodes
 
     def _of_sources(self, episodes: Sequence[tuple[str, float, bool]]) -> dict[str, Any]:
         """Partials of source/*."""
@@ -107,11 +107,11 @@ class _Followed(RolloutSource):
             name = self._names[row.rpartition(":")[0]]
             by_source.setdefault(name, []).append((reward, is_right))
         metrics: dict[str, Any] = {}
-        for name, found in by_source.items():
-            count = float(len(found))
+        for name, scored in by_source.items():
+            count = float(len(scored))
             metrics |= {
-                f"source/{name}/reward": Mean(math.fsum(reward for reward, _ in found), count),
-                f"source/{name}/pass_rate": Mean(float(sum(right for _, right in found)), count),
+                f"source/{name}/reward": Mean(math.fsum(reward for reward, _ in scored), count),
+                f"source/{name}/pass_rate": Mean(float(sum(right for _, right in scored)), count),
                 f"source/{name}/samples": Sum(count),
             }
         return metrics
@@ -123,7 +123,7 @@ class _Followed(RolloutSource):
         world, data = self._mesh.world, self._config.data
         everybody = world.all_gather_object([(row, right) for row, _, right in episodes])
         by_row: dict[str, list[bool]] = {}
-        for row, right in (each for part in everybody for each in part):
+        for row, right in (pair for part in everybody for pair in part):
             by_row.setdefault(row, []).append(right)
         low, high = data.curriculum
         verdicts = {

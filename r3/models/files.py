@@ -102,7 +102,7 @@ def weight_files(folder: str | Path) -> list[Path]:
         if match := _SHARD.fullmatch(name):
             stem, count = match[1], int(match[2])
             shards = [f"{stem}-{i:05}-of-{match[2]}.safetensors" for i in range(1, count + 1)]
-            _require_all([each for each in shards if each not in names], count)
+            _require_all([shard for shard in shards if shard not in names], count)
     return [folder / name for name in sorted(names)]
 
 
@@ -143,17 +143,17 @@ def _has_own_head(folder: str | Path) -> bool:
     """Whether `lm_head.weight` differs from the embedding. Reads up to the first difference."""
     import numpy as np
 
-    found: list[tuple[str, np.memmap[Any, Any]]] = []
+    matrices: list[tuple[str, np.memmap[Any, Any]]] = []
     for file in weight_files(folder):
         entries, start = header_of(file)
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
             if entry := entries.get(name):
                 first, end = entry["data_offsets"]
                 data = np.memmap(file, mode="r", offset=start + first, shape=(end - first,))
-                found.append((entry["dtype"], data))
-    if len(found) < 2:
+                matrices.append((entry["dtype"], data))
+    if len(matrices) < 2:
         return False
-    (dtype, one), (other_dtype, other) = found
+    (dtype, one), (other_dtype, other) = matrices
     return (dtype, len(one)) != (other_dtype, len(other)) or any(
         (one[at : at + _BLOCK] != other[at : at + _BLOCK]).any()
         for at in range(0, len(one), _BLOCK)

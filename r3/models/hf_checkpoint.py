@@ -139,9 +139,9 @@ class CheckpointReader:
         Only the slice is copied from the file. The last slice may be shorter than the others.
         """
         size = self.shapes[name][dim]
-        each = -(-size // count)
-        part = slice(min(index * each, size), min((index + 1) * each, size))
-        where = [slice(0, each) for each in self.shapes[name]]
+        length = -(-size // count)
+        part = slice(min(index * length, size), min((index + 1) * length, size))
+        where = [slice(0, whole) for whole in self.shapes[name]]
         where[dim] = part
         stored, begin = self._place_of.get(name, (name, 0))
         rows, *others = where
@@ -257,15 +257,15 @@ def joined(
             continue
         stored = stored_of[name]
         size, parts = shape.stored[stored]
-        found = waiting.setdefault(stored, {})
-        found[name] = tensor
-        if len(found) == len(parts):
-            tensors = [found[part] for part in parts]
+        present = waiting.setdefault(stored, {})
+        present[name] = tensor
+        if len(present) == len(parts):
+            tensors = [present[part] for part in parts]
             if shape.moe_names.alternates:
-                each = len(parts) // shape.num_experts
+                per_expert = len(parts) // shape.num_experts
                 pairs = [
-                    torch.stack([part.t() for part in tensors[i : i + each]], -1)
-                    for i in range(0, len(parts), each)
+                    torch.stack([part.t() for part in tensors[i : i + per_expert]], -1)
+                    for i in range(0, len(parts), per_expert)
                 ]
                 yield stored, torch.stack(pairs).view(size)
             else:

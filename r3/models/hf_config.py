@@ -86,8 +86,8 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     Null counts as absent. Sections agree if their common keys do.
     """
     for names in _ALIASES:
-        given = [(name, values[name]) for name in names if values.get(name) is not None]
-        for (name, value), (other, theirs) in pairwise(given):
+        present = [(name, values[name]) for name in names if values.get(name) is not None]
+        for (name, value), (other, theirs) in pairwise(present):
             if isinstance(value, dict) and isinstance(theirs, dict):
                 _require_same(name, value, other, theirs)
             elif value != theirs:
@@ -177,10 +177,10 @@ class HfConfig:
 
     def only(self, name: str, *values: object) -> None:
         """It is a fault if the key is given and has another value."""
-        given = self.values.get(name)
-        if given is not None and given not in values:
+        value = self.values.get(name)
+        if value is not None and value not in values:
             known = " or ".join(map(repr, values))
-            self._add(f"{name} {given!r} is not supported, only {known} is")
+            self._add(f"{name} {value!r} is not supported, only {known} is")
 
     @property
     def rope(self) -> HfConfig:

@@ -43,8 +43,8 @@ def folder_of(path: str | Path) -> str:
 
 def parsed(path: str) -> tuple[str, str]:
     """Repository and revision of a name."""
-    if found := _NAME.fullmatch(path):
-        return found[1], found[2] or "main"
+    if match := _NAME.fullmatch(path):
+        return match[1], match[2] or "main"
     raise ShapeError("is not a name on the hub", "write hub:OWNER/NAME[@REVISION]")
 
 

@@ -184,7 +184,7 @@ class ModelShape(ModelSizes):
         with `moe_names.alternates` as [experts, inputs, outputs], where the outputs of the joined
         tensors alternate.
         """
-        found = {}
+        joins = {}
         for layer in self.moe_layers:
             prefix = f"model.layers.{layer}."
             for name, parts in self.moe_names.stacked:
@@ -196,14 +196,14 @@ class ModelShape(ModelSizes):
                     size = (*width, len(parts) * rows)
                 is_row = parts == (self.moe_names.router_bias,)
                 lead = (len(experts),) if len(experts) > 1 or is_row else ()
-                found[prefix + name] = (*lead, *size), names
+                joins[prefix + name] = (*lead, *size), names
         for name, joined in self.renamed:
             for layer in range(self.num_layers) if "{n}" in name else (0,):
                 names = tuple(part.format(n=layer) for part in joined)
                 sizes = [self.tensor_shapes[part] for part in names]
                 rows = sum(size[0] for size in sizes)
-                found[name.format(n=layer)] = (rows, *sizes[0][1:]), names
-        return found
+                joins[name.format(n=layer)] = (rows, *sizes[0][1:]), names
+        return joins
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -230,9 +230,9 @@ class ModelShape(ModelSizes):
             if name not in expected and not (self.is_ignored(name) or self.is_kept(name))
         ]
         misshaped = [
-            f"{name} has shape {tuple(found)}, config.json implies {size}"
+            f"{name} has shape {tuple(shape)}, config.json implies {size}"
             for name, size in expected.items()
-            if (found := tensors.get(name)) is not None and tuple(found) != size
+            if (shape := tensors.get(name)) is not None and tuple(shape) != size
         ]
         return missing + unknown + misshaped
 

@@ -69,9 +69,9 @@ def _fault(
     layout, known = Findings(own), {problem.place for problem in errors.problems}
     check_layout(own, layout, teacher, world_size)
     return "; ".join(
-        f"{each.place} = {each.value} {each.rule}"
-        for each in layout.problems
-        if each.place not in known
+        f"{problem.place} = {problem.value} {problem.rule}"
+        for problem in layout.problems
+        if problem.place not in known
     )
 
 

@@ -129,7 +129,7 @@ class SpanFinder:
             raise TemplateFault(
                 f"message {place} says nothing that could be learned", "leave it out"
             )
-        ends = [(after.rfind(each) + len(each), each) for each in self._special if each in after]
+        ends = [(after.rfind(end) + len(end), end) for end in self._special if end in after]
         end, token = max(ends, default=(0, ""))
         if not token or after[end:].strip():
             raise TemplateFault(f"no special token ends message {place}")

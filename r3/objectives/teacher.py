@@ -93,16 +93,16 @@ class Teachers:
         Returns:
             Log-probabilities per micro-batch, [N / cp]; empty on all but the last pipeline stage.
         """
-        found: list[torch.Tensor] = []
+        of_batches: list[torch.Tensor] = []
         for path, teacher in self._teachers.items():
             scored = teacher.logprobs(micro_batches)
-            if not found:
-                found = list(scored)
+            if not of_batches:
+                of_batches = list(scored)
                 continue
             for number, logprobs_N in enumerate(scored):
                 mine_N = self._tokens_of(path, micro_batches[number]).to(logprobs_N.device)
-                found[number] = torch.where(mine_N, logprobs_N, found[number])
-        return found
+                of_batches[number] = torch.where(mine_N, logprobs_N, of_batches[number])
+        return of_batches
 
     def _tokens_of(self, path: str, micro_batch: MicroBatch) -> torch.Tensor:
         """Mark this rank's tokens of samples whose source has this teacher, bool [N / cp]."""

@@ -65,8 +65,8 @@ class RefillingSource(RolloutSource):
                 "groups.\n  The prompts are all solved or all out of reach. Use other prompts or "
                 "raise algo.dynamic_sampling."
             )
-        everything = [sample for each in rounds for sample in each.samples]
-        samples = [each for each in everything if each.rollout.group in chosen]
+        everything = [sample for part in rounds for sample in part.samples]
+        samples = [sample for sample in everything if sample.rollout.group in chosen]
         rewards = gather_rewards(samples, mesh.world, config)
         counts = {"rounds": len(rounds), "groups_sampled": sampled, "groups_trained": len(chosen)}
         # The same on all ranks.

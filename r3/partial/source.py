@@ -54,7 +54,7 @@ class PartialRollouts:
     @property
     def groups(self) -> list[int]:
         """Numbers of the groups with suspended conversations, ascending."""
-        return sorted({each.rollout.group for each in self.suspended})
+        return sorted({conversation.rollout.group for conversation in self.suspended})
 
     def of_groups(self, groups: Collection[int]) -> PartialRollouts:
         """Return what there is of some groups."""
@@ -67,9 +67,9 @@ class PartialRollouts:
     def renumbered(self, number_of: Mapping[int, int]) -> PartialRollouts:
         """Return the same with other numbers of groups."""
 
-        def moved(each: Any) -> Any:  # a sample, or a suspended conversation
-            number = number_of[each.rollout.group]
-            return replace(each, rollout=replace(each.rollout, group=number))
+        def moved(carried: Any) -> Any:  # a sample, or a suspended conversation
+            number = number_of[carried.rollout.group]
+            return replace(carried, rollout=replace(carried.rollout, group=number))
 
         return replace(
             self,
@@ -171,7 +171,7 @@ def _read(content: bytes) -> PartialRollouts:
     if isinstance(partial.finished, _Before):
         partial = replace(partial, finished=partial.finished.samples())
     held: tuple[Any, ...] = (*partial.suspended, *partial.finished)
-    for rollout in (each.rollout for each in held):
+    for rollout in (carried.rollout for carried in held):
         if not hasattr(rollout, "sampling_mask"):  # R3 before 2026-12 had none
             object.__setattr__(rollout, "sampling_mask", None)
     return partial
@@ -227,8 +227,8 @@ class PartialSource(RefillingSource):
     ) -> int:
         """Close the environments of conversations that no step resumes; return their number."""
         dropped = [each for each in suspended if not any(each is other for other in kept)]
-        for each in dropped:
-            self._task.conversation_setup.environments.discard(each.environment)
+        for conversation in dropped:
+            self._task.conversation_setup.environments.discard(conversation.environment)
         return len(dropped)
 
     def _one_step(self, step: int, on_rollout: Callable[[], None]) -> Collected:
@@ -270,7 +270,7 @@ class PartialSource(RefillingSource):
                 suspended=suspended, finished=finished, prompts_taken=partial.prompts_taken + count
             )
             states = mesh.world.all_gather_object(
-                ({each.rollout.group for each in finished}, remaining.groups)
+                ({sample.rollout.group for sample in finished}, remaining.groups)
             )
             unfinished = {group for _, groups in states for group in groups}
             complete = {group for groups, _ in states for group in groups} - unfinished
@@ -286,11 +286,11 @@ class PartialSource(RefillingSource):
                 )
             prompts, indices = [], []
         self._partial = remaining.of_groups(remaining.groups)
-        samples = [each for each in finished if each.rollout.group in complete]
-        samples.sort(key=lambda each: each.rollout.key)
+        samples = [sample for sample in finished if sample.rollout.group in complete]
+        samples.sort(key=lambda sample: sample.rollout.key)
         rewards = gather_rewards(samples, mesh.world, config)
-        stale = sum(num_stale_tokens(each.rollout, step - 1) for each in samples)
-        sampled = sum(each.rollout.num_response_tokens for each in samples)
+        stale = sum(num_stale_tokens(sample.rollout, step - 1) for sample in samples)
+        sampled = sum(sample.rollout.num_response_tokens for sample in samples)
         of_step = {
             "rollout/carried": Sum(float(len(suspended))),
             _DROPPED: Sum(float(dropped)),
