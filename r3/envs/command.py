@@ -51,8 +51,8 @@ def split(command: str) -> tuple[list[str], int]:
         ValueError: a quotation is not closed.
     """
     words = shlex.split(command)
-    found = [index for index, word in enumerate(words) if index and _CLASS.fullmatch(word)]
-    return words, found[0] if found else -1
+    places = [index for index, word in enumerate(words) if index and _CLASS.fullmatch(word)]
+    return words, places[0] if places else -1
 
 
 def stays(command: str) -> bool:
@@ -150,11 +150,11 @@ class _Process:
         guard = _Guard.of_loop()
         key = command, json.dumps(arguments, default=str)
         async with guard.starts:
-            found = guard.residents.get(key)
-            if found is None or found._is_over:
-                found = guard.residents[key] = cls()
-                await found._start(command, arguments, access, guard)
-            return found
+            process = guard.residents.get(key)
+            if process is None or process._is_over:
+                process = guard.residents[key] = cls()
+                await process._start(command, arguments, access, guard)
+            return process
 
     async def _start(
         self, command: str, arguments: dict[str, Any], access: Access, guard: _Guard
@@ -321,7 +321,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.gather(*(each.end() for each in self.residents.values()))
+            await asyncio.gather(*(resident.end() for resident in self.residents.values()))
             self._process.communicate()
 
 

@@ -124,15 +124,15 @@ class Endpoint:
         try:
             await server.serve(sockets=[self._socket])
         finally:
-            for each in getattr(server, "servers", []):
-                each.close()
+            for listener in getattr(server, "servers", []):
+                listener.close()
             self._socket.close()
 
     def _access(self, request: HttpRequest) -> Access | None:
         """What the token of a request belongs to; Anthropic's clients have a header for it."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        found = self.episodes.get(key) if kind.lower() == "bearer" else None
-        return found or self.episodes.get(request.headers.get("x-api-key", ""))
+        episode = self.episodes.get(key) if kind.lower() == "bearer" else None
+        return episode or self.episodes.get(request.headers.get("x-api-key", ""))
 
 
 def host_of(listen: str, advertise: str) -> str:
@@ -154,8 +154,8 @@ def _bound(listen: str) -> socket.socket:
     host, port = _split(listen)
     port += int(os.environ.get("LOCAL_RANK", "0")) if port else 0
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError) as error:
         text = f"env.listen = {listen!r}: the endpoint cannot listen at port {port}: {error}"

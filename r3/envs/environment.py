@@ -114,14 +114,14 @@ def shown_by(instance: Any) -> Shown:
     Raises:
         TypeError: one of them is no list.
     """
-    found = {}
+    shown = {}
     for name in ("tools", "stop"):
         value = getattr(instance, name, ())
         if isinstance(value, str) or not isinstance(value, Sequence):
             kind = type(instance).__name__
             raise TypeError(f"{kind}.{name} is {value!r}, not a list or tuple. Write a list")
-        found[name] = tuple(own_copy(list(value)))
-    return found["tools"], found["stop"]
+        shown[name] = tuple(own_copy(list(value)))
+    return shown["tools"], shown["stop"]
 
 
 def require_same(before: Shown, instance: Any, method: str) -> None:
@@ -142,19 +142,19 @@ class Source:
     what it shows the model.
     """
 
-    found: Callable[..., Environment] | str
+    factory: Callable[..., Environment] | str
     arguments: Mapping[str, Any]
     shown: Shown = ((), ())
 
     def create(self) -> Environment:
         """Create one."""
-        found = load(self.found) if isinstance(self.found, str) else self.found
-        made = cast("Callable[..., Environment]", found)(**own_copy(self.arguments))
+        factory = load(self.factory) if isinstance(self.factory, str) else self.factory
+        made = cast("Callable[..., Environment]", factory)(**own_copy(self.arguments))
         require_same(self.shown, made, "__init__")
         return made
 
 
-def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str) -> Shown:
+def announced(factory: Callable[..., Any], arguments: Mapping[str, Any], spec: str) -> Shown:
     """Return what instances of a user's class show the model: `__init__` may set it.
 
     Raises:
@@ -165,14 +165,14 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
     late = TimeoutError(f"it was not done after {START_LIMIT_S:g} s")
     try:
         with extras.surroundings().restored(spec):
-            made = time_limit(lambda: found(**own_copy(arguments)), START_LIMIT_S, lambda: late)
+            made = time_limit(lambda: factory(**own_copy(arguments)), START_LIMIT_S, lambda: late)
             tools, stop = shown_by(made)
     except Exception as error:  # a user's class may raise anything
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         name = spec.rpartition(":")[2]
-        rule = f"{name}({given}) raised {type(error).__name__}: {as_named(str(error))}"
+        rule = f"{name}({listed}) raised {type(error).__name__}: {as_named(str(error))}"
         raise ConfigError.of("env.path", spec, rule, "correct the class") from error
-    if functions := [each for each in tools if callable(each)]:
+    if functions := [tool for tool in tools if callable(tool)]:
         rule = f"tools has the function {functions[0].__name__}, and the model is shown schemas"
         fix = f"transformers.utils.get_json_schema({functions[0].__name__}) makes one of it"
         raise ConfigError.of("env.path", spec, rule, fix)
@@ -182,7 +182,7 @@ def announced(found: Callable[..., Any], arguments: Mapping[str, Any], spec: str
         raise ConfigError.of(
             "env.path", spec, f"tools {error.rule}", "write JSON schemas"
         ) from None
-    if not all(isinstance(each, str) and each for each in stop):
+    if not all(isinstance(text, str) and text for text in stop):
         rule = f"stop is {list(stop)!r}, not a list of strings that are not empty"
         raise ConfigError.of("env.path", spec, rule, "write strings, or leave it out")
     return tools, stop
@@ -233,6 +233,6 @@ def call_in_worker(method: str, state: Any, *arguments: Any) -> tuple[bytes, Any
 
     Only workers open them: the main process needs none of its classes.
     """
-    given = pickle.loads(state) if isinstance(state, bytes) else state
-    environment, value = call(method, given, *arguments)
+    opened = pickle.loads(state) if isinstance(state, bytes) else state
+    environment, value = call(method, opened, *arguments)
     return b"" if method == "close" else pickle.dumps(environment), value

@@ -24,9 +24,9 @@ _METHODS = {"reset": ("prompt",), "step": ("message",)}
 _WORKFLOW_METHODS = {"run": ("task", "model")}
 
 
-def is_workflow(found: type) -> bool:
+def is_workflow(cls: type) -> bool:
     """Whether a class calls the model itself: it has `run`, and neither `reset` nor `step`."""
-    return hasattr(found, "run") and not any(hasattr(found, method) for method in _METHODS)
+    return hasattr(cls, "run") and not any(hasattr(cls, method) for method in _METHODS)
 
 
 def find(settings: EnvConfig) -> type[Any]:
@@ -59,10 +59,10 @@ def find(settings: EnvConfig) -> type[Any]:
         also=" and give the parameters of __init__ defaults",
         is_class=True,
     )
-    found: Any = load_functions([wanted], "env.args", settings.args)[0].function
-    workflow = is_workflow(found)
+    cls: Any = load_functions([wanted], "env.args", settings.args)[0].function
+    workflow = is_workflow(cls)
     for method, parameters in (_WORKFLOW_METHODS if workflow else _METHODS).items():
-        function = getattr(found, method, None)
+        function = getattr(cls, method, None)
         listed = ", ".join(parameters)
         definition = f"{'async ' if workflow else ''}def {method}(self, {listed})"
         if not callable(function):
@@ -74,7 +74,7 @@ def find(settings: EnvConfig) -> type[Any]:
             raise refuse(rule, f"write `{definition}`") from None
         if workflow and not inspect.iscoroutinefunction(function):
             raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
-    return cast("type[Any]", found)
+    return cast("type[Any]", cls)
 
 
 def environment_notes(env: EnvConfig, config: Config | None = None) -> list[str]:
@@ -120,7 +120,7 @@ def check_workflow(config: Config) -> list[str]:
     return [f"env.keep_reasoning = {env.keep_reasoning!r} {rule}"]
 
 
-def check_command(config: Config, found: Findings) -> None:
+def check_command(config: Config, errors: Findings) -> None:
     """`env.command` starts, and is the only environment."""
     from r3.envs.command import split
 
@@ -128,7 +128,7 @@ def check_command(config: Config, found: Findings) -> None:
     try:
         words, place = split(env.command)
     except ValueError as error:
-        found.add("env.command", f"is no command line: {error}", "close the quotation")
+        errors.add("env.command", f"is no command line: {error}", "close the quotation")
         return
     for field, is_set in (
         ("env.name", env.name != EnvConfig().name),
@@ -137,15 +137,15 @@ def check_command(config: Config, found: Findings) -> None:
     ):
         if is_set:
             rule = "is set together with env.command, which takes the place of the environment"
-            found.add(field, rule, "give one of the two")
+            errors.add(field, rule, "give one of the two")
     if config.rollout.step_token_budget:
         rule = "suspends conversations, and env.command is set: a process cannot be"
-        found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
+        errors.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
     script = words[place].rpartition(":")[0] if place >= 0 else ""
     if not words or shutil.which(words[0]) is None:
         rule = f"there is no program {words[0] if words else ''!r} in PATH that can be executed"
-        found.add("env.command", rule, "give its path, or install it")
+        errors.add("env.command", rule, "give its path, or install it")
     elif Path(words[0]).name.startswith("python") and len(words) > 1:
         script = script or (words[1] if words[1].endswith(".py") else "")
     if script and not Path(script).is_file():
-        found.add("env.command", f"there is no file {script}", "give the path of the script")
+        errors.add("env.command", f"there is no file {script}", "give the path of the script")

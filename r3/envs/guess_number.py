@@ -33,8 +33,8 @@ class GuessNumber:
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
         """Compare the last number in the message."""
         self.guesses += 1
-        found = re.findall(r"\d+", message["content"])
-        guess = int(found[-1][-9:]) if found else None
+        numbers = re.findall(r"\d+", message["content"])
+        guess = int(numbers[-1][-9:]) if numbers else None
         if guess == self.number:
             return [], 1 - (self.guesses - 1) / GUESSES, True
         if self.guesses == GUESSES:

@@ -67,12 +67,12 @@ def message_parser(
     cached = get_cached_tokenizer(tokenizer)  # parsers ask for the vocabulary, which takes long
 
     def parser(tool_parser: str, reasoning_parser: str) -> Parser:
-        found = ParserManager.get_parser(
+        cls = ParserManager.get_parser(
             tool_parser_name=tool_parser or None,
             reasoning_parser_name=reasoning_parser or None,
             enable_auto_tools=True,
         )
-        assert found is not None, "one of the two has a name"
+        assert cls is not None, "one of the two has a name"
 
         def of_tools(tools: Sequence[Mapping[str, Any]]) -> Parse:
             request = ChatCompletionRequest(
@@ -80,7 +80,7 @@ def message_parser(
             )
 
             def made() -> VllmParser:
-                return found(cached, request.tools, chat_template_kwargs=dict(template_kwargs))
+                return cls(cached, request.tools, chat_template_kwargs=dict(template_kwargs))
 
             made()  # tools that it cannot use are refused before anything is sampled
 
@@ -128,5 +128,5 @@ def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> 
     reasoning, content, calls = own.parse(
         text, request, enable_auto_tools=True, model_output_token_ids=list(tokens)
     )
-    found = [call_of(each.name, each.arguments) for each in calls or ()]
-    return Parsed(content=content or "", calls=found, reasoning=reasoning)
+    read_calls = [call_of(call.name, call.arguments) for call in calls or ()]
+    return Parsed(content=content or "", calls=read_calls, reasoning=reasoning)

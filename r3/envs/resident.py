@@ -74,8 +74,8 @@ class Host:
     async def end(self) -> None:
         """Cancel what is left."""
         if left := set(self._tasks.values()):
-            for each in left:
-                each.cancel()
+            for task in left:
+                task.cancel()
             await asyncio.wait(left, timeout=_END_S)
 
 

@@ -106,11 +106,11 @@ class Environments:
         """Sizes of lists, dicts and sets of the class, which all its instances share."""
         values = {
             name: value
-            for each in reversed(self._class.__mro__)
-            for name, value in vars(each).items()
+            for cls in reversed(self._class.__mro__)
+            for name, value in vars(cls).items()
         }
         kinds = list | dict | set
-        return {name: len(each) for name, each in values.items() if isinstance(each, kinds)}
+        return {name: len(shared) for name, shared in values.items() if isinstance(shared, kinds)}
 
     def open(self, key: int, prompt: Prompt) -> None:
         """Begin a conversation."""
@@ -275,10 +275,10 @@ def conversations(
         ConfigError: the environment, the chat template or a parser cannot be used.
     """
     parser = message_reader(settings, tokenizer, template_kwargs)
-    if is_workflow(found := find(settings)):
+    if is_workflow(cls := find(settings)):
         from r3.envs.workflows import Workflows
 
-        return Workflows(settings, found), None, parser
+        return Workflows(settings, cls), None, parser
     environments = Environments(settings)
     keep = settings.keep_reasoning
     chat = Chat(renderer, model_path, environments.tools, keep_reasoning=keep)

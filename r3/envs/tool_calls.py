@@ -134,21 +134,21 @@ def call_texts(text: str) -> list[tuple[int, str]]:
     Those in a thought are left out: between `<think>` and `</think>` or the end of the message, and
     before a `</think>` whose beginning was in the prompt.
     """
-    found: list[tuple[int, str]] = []
+    texts: list[tuple[int, str]] = []
     opened: re.Match[str] | None = None
     thinks = False
     for mark in _CALL_MARKS.finditer(text):
         if opened:
             if mark[0] == "</tool_call>":
-                found.append((opened.start(), text[opened.end() : mark.start()]))
+                texts.append((opened.start(), text[opened.end() : mark.start()]))
                 opened = None
         elif mark[0] == "</think>":
-            found, thinks = found if thinks else [], False
+            texts, thinks = texts if thinks else [], False
         elif mark[0] == "<think>":
             thinks = True
         elif mark[0] == "<tool_call>" and not thinks:
             opened = mark
-    return found
+    return texts
 
 
 def call_of(name: Any, arguments: Any) -> dict[str, Any]:
@@ -161,16 +161,16 @@ def call_of(name: Any, arguments: Any) -> dict[str, Any]:
     Raises:
         ValueError: see `arguments_of`.
     """
-    found = arguments_of(arguments)
-    return {"name": name, "arguments": {} if found in (None, "") else found}
+    parsed = arguments_of(arguments)
+    return {"name": name, "arguments": {} if parsed in (None, "") else parsed}
 
 
 def _call(text: str) -> dict[str, Any] | None:
     try:
-        given = read_json(text)
-        if not isinstance(given, dict) or "arguments" not in given:
+        parsed = read_json(text)
+        if not isinstance(parsed, dict) or "arguments" not in parsed:
             return None
-        call = call_of(given.get("name"), given["arguments"])
+        call = call_of(parsed.get("name"), parsed["arguments"])
     except ValueError:
         return None
     is_call = isinstance(call["name"], str) and isinstance(call["arguments"], dict)

@@ -90,11 +90,11 @@ class WorkflowEpisode(Episode):
             self.reward, self.metrics = result.reward, result.metrics
             self.rewards_calls = bool(result.call_rewards)
         if result and result.call_rewards:
-            trained = [each for each in self.sequences if each.train]
-            calls = sorted(call for each in trained for call in each.calls)
+            trained = [sequence for sequence in self.sequences if sequence.train]
+            calls = sorted(call for sequence in trained for call in sequence.calls)
             reward_of = dict(zip(calls, result.call_rewards, strict=True))
-            for each in trained:
-                each.rewards = [reward_of[call] for call in each.calls]
+            for sequence in trained:
+                sequence.rewards = [reward_of[call] for call in sequence.calls]
 
     def deliver(self, call: Call, sampled: Sampled) -> None:
         """Read a sample, and pass it to the event loop."""
@@ -113,30 +113,30 @@ class WorkflowEpisode(Episode):
         The longest one, if there are several, and of those the oldest.
         """
         followers = self.renderer.followers
-        found: tuple[TokenSequence, str] | None = None
+        longest: tuple[TokenSequence, str] | None = None
         for sequence in self.sequences:
             if sequence.busy or sequence.train != train:
                 continue
             for shown in sequence.shown:
-                longer = found is None or len(shown) > len(found[1])
-                if longer and text.startswith(tuple(shown + each for each in followers)):
-                    found = sequence, shown
-        if found is None:
+                longer = longest is None or len(shown) > len(longest[1])
+                if longer and text.startswith(tuple(shown + follower for follower in followers)):
+                    longest = sequence, shown
+        if longest is None:
             return None
-        sequence, shown = found
+        sequence, shown = longest
         tokens = self.renderer.tokens(text[len(shown) :])
         return sequence, self.renderer.following(tokens, sequence.transcript.tokens[-1])
 
     def extended(self, tokens: Sequence[int], *, train: bool) -> TokenSequence | None:
         """Return the longest sequence that tokens continue, and of those the oldest."""
-        found: TokenSequence | None = None
-        for each in self.sequences:
-            known = each.transcript.tokens
-            longer = found is None or len(known) > len(found.transcript.tokens)
-            free = not each.busy and each.train == train
+        longest: TokenSequence | None = None
+        for sequence in self.sequences:
+            known = sequence.transcript.tokens
+            longer = longest is None or len(known) > len(longest.transcript.tokens)
+            free = not sequence.busy and sequence.train == train
             if longer and free and list(tokens[: len(known)]) == known:
-                found = each
-        return found
+                longest = sequence
+        return longest
 
     def new_sequence(self, name: CallName, tokens: Sequence[int], *, train: bool) -> TokenSequence:
         """Begin a sequence.
@@ -346,11 +346,11 @@ class EpisodeModel:
         name, sampling, train, max_tokens = self._begun(options)
         text, tools = self._rendered(messages, tools)
         parse = rules.setup.parser(tools)
-        found = episode.continued(text, train=train)
-        if found is None:
+        continued = episode.continued(text, train=train)
+        if continued is None:
             sequence = episode.new_sequence(name, episode.renderer.tokens(text), train=train)
-            found = sequence, []
-        sequence, observed = found
+            continued = sequence, []
+        sequence, observed = continued
         completion, parsed = await episode.sample(
             name, sequence, observed, sampling, max_tokens, parse
         )
@@ -360,7 +360,7 @@ class EpisodeModel:
             for said in dict.fromkeys((completion.text, completion.text.strip()))
         )
         said = {"role": "assistant", "content": completion.text}
-        sequence.messages = [readable_message(each) for each in (*messages, said)]
+        sequence.messages = [readable_message(entry) for entry in (*messages, said)]
         message = message_of(completion.text, completion.finish_reason, parsed)
         return ModelMessage(message, completion, parsed)
 
@@ -447,10 +447,10 @@ class EpisodeModel:
         ends = options.get("stop_tokens", ())
         if unknown := options.keys() - CallOptions.__annotations__.keys():
             raise TypeError(f"a call of the model has no keyword {min(unknown)}")
-        given: dict[str, Any] = {key: options.get(key) for key in ("temperature", "top_p", "top_k")}
+        asked: dict[str, Any] = {key: options.get(key) for key in ("temperature", "top_p", "top_k")}
         changed = {
             key: value
-            for key, value in given.items()
+            for key, value in asked.items()
             if value is not None and value != getattr(run, key)
         }
         if type(train := options.get("train", True)) is not bool:

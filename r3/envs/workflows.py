@@ -68,7 +68,7 @@ def checked_result(value: Any, num_calls: int) -> Result:
     is_list = isinstance(value, list)
     rewards = value if is_list else [] if value is None else [value]
     try:
-        rewards = [number(each) for each in rewards]
+        rewards = [number(reward) for reward in rewards]
     except ValueError:
         raise CallError(
             "run must return a finite number, None, or a list with a number per trained call, and "
@@ -157,16 +157,16 @@ class Workflows:
 
     one_turn, is_workflow = False, True
 
-    def __init__(self, settings: EnvConfig, found: type[Workflow]) -> None:
+    def __init__(self, settings: EnvConfig, cls: type[Workflow]) -> None:
         """Take a class; the event loop starts with the first episode."""
         self.settings = settings
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.has_failed = False
-        self._class = found
+        self._class = cls
         self._arguments = keyword_arguments(settings.args)
         if settings.command:
             self._arguments["command"] = settings.command
-        self._shown = announced(found, self._arguments, settings.path or found.__name__)
+        self._shown = announced(cls, self._arguments, settings.path or cls.__name__)
         self.tools: Sequence[Any] = self._shown[0]
         self.stop = tuple(dict.fromkeys([*self._shown[1], *settings.stop]))
         # Episodes limit their own time. `env.workers` limits commands; other workflows refuse it.

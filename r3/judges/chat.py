@@ -81,13 +81,13 @@ def filled(template: str, response: str, prompt: Prompt) -> str:
     The question is the conversation before the response: the user's only message, or all messages
     with their roles and tool calls, after the tools.
     """
-    if [each["role"] for each in prompt.messages] == ["user"] and not prompt.tools:
+    if [message["role"] for message in prompt.messages] == ["user"] and not prompt.tools:
         question = str(prompt.messages[0]["content"])
     else:
         tools = [f"tools: {_json(prompt.tools)}"] if prompt.tools else []
         question = "\n\n".join([*tools, *map(_shown, prompt.messages)])
     values = {"question": question, "answer": " or ".join(prompt.accepted), "response": response}
-    return _PLACES.sub(lambda found: values[found[1]], template)
+    return _PLACES.sub(lambda match: values[match[1]], template)
 
 
 def _shown(message: Message) -> str:
@@ -129,7 +129,7 @@ def parsed(text: str, pattern: str = "") -> float:
     text = without_thoughts(text)[-_LOOKED_AT:]
     if pattern:
         try:
-            found = regex.findall(pattern, text, timeout=_PATTERN_S)
+            numbers = regex.findall(pattern, text, timeout=_PATTERN_S)
         except TimeoutError:
             raise CallError(
                 f"reward.pattern {pattern!r} takes longer than {_PATTERN_S:g} s on the judge's "
@@ -137,7 +137,7 @@ def parsed(text: str, pattern: str = "") -> float:
                 again=False,
             ) from None
         try:
-            return checked(float(found[-1]))
+            return checked(float(numbers[-1]))
         except (IndexError, ValueError):
             raise CallError(
                 f"the judge's reply has no number that reward.pattern {pattern!r} matches: {quoted}"
@@ -149,8 +149,8 @@ def parsed(text: str, pattern: str = "") -> float:
             value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             value, end = None, start + 1
-        if isinstance(value, dict) and (found := _number(value.get("score"))) is not None:
-            score, read = found, end
+        if isinstance(value, dict) and (number := _number(value.get("score"))) is not None:
+            score, read = number, end
         start = text.find("{", end)
     if last := _LAST_SCORE.search(text, read):
         score = float(last[1])

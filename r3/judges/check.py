@@ -63,7 +63,7 @@ def _check_judge(config: Config, errors: Findings) -> None:
     for name in dict.fromkeys(re.findall(r"(?<![\w{}^])\{([A-Za-z_]\w*)\}(?!\})", template)):
         if name not in known:
             rule = f"has {{{name}}}, which the judge would be shown as it is"
-            fix = f"use {', '.join(f'{{{each}}}' for each in known)}, or another form of brackets"
+            fix = f"use {', '.join(f'{{{name}}}' for name in known)}, or another form of brackets"
             errors.add("reward.prompt_file", rule, fix)
     if "{answer}" in template and not config.data.answer_key and config.trains:
         which = "it" if reward.prompt_file else "the built-in prompt of a judge"

@@ -85,13 +85,13 @@ class RewardModel:
 
     def batches(self) -> Batches:
         """Return a new place for the calls of one scorer."""
-        each = self.settings
+        settings = self.settings
         return Batches(
             self.encode,
             self.score_encoded,
-            size=each.model_batch,
-            tokens=each.model_tokens,
-            wait_s=each.model_wait_s,
+            size=settings.model_batch,
+            tokens=settings.model_tokens,
+            wait_s=settings.model_wait_s,
         )
 
     def encode(self, response: str, prompt: Prompt) -> Encoded:

@@ -109,8 +109,8 @@ def gym(response: str, prompt: Prompt) -> Score:
     """
     from reasoning_gym.factory import get_score_answer_fn
 
-    found = _FINAL_ANSWER.findall(response)
-    answer = next(filter(None, found[-1])) if found else response
+    answers = _FINAL_ANSWER.findall(response)
+    answer = next(filter(None, answers[-1])) if answers else response
     entry = own_copy(prompt.metadata["entry"])  # the scorers are others' code
     scorer = get_score_answer_fn(prompt.metadata["gym"])
     return compared("gym", lambda: float(scorer(answer.strip(), entry)), response)
@@ -151,21 +151,21 @@ def equal(response: str, prompt: Prompt) -> Score:
     for answer in prompt.accepted:
         said = answer.rpartition("####")[2].strip()
         # Bare LaTeX is only read between dollars, bare numbers anywhere.
-        found = [_parsed(f"${each}$") for each in _readings(said)]
-        if all(isinstance(each, str) for each in found[0]):  # no expression, but perhaps a text
-            found = [_parsed(_readings(said)[0]) or found[0]]
-        if not found[0]:
+        parsed = [_parsed(f"${reading}$") for reading in _readings(said)]
+        if all(isinstance(part, str) for part in parsed[0]):  # no expression, but perhaps a text
+            parsed = [_parsed(_readings(said)[0]) or parsed[0]]
+        if not parsed[0]:
             raise CallError(
                 f"the reference answer has no expression: {answer[-200:]!r}", again=False
             )
-        references.append(_answer(said, found, delimited=True))
+        references.append(_answer(said, parsed, delimited=True))
 
     def value() -> float:
         readings = _readings(response)
         # Without a box, `2e - 1` is a sum and its last number.
         read = readings if _BOX.search(response) else readings[:1]
-        found = _answer(response, [_parsed(each) for each in read])
-        return float(any(_same(reference, found) for reference in references))
+        answered = _answer(response, [_parsed(reading) for reading in read])
+        return float(any(_same(reference, answered) for reference in references))
 
     return compared("math", value, response)
 
@@ -178,9 +178,9 @@ def _answer(text: str, parsed: list[Any], *, delimited: bool = False) -> _Answer
     inside = _trimmed(_TEXT.sub(r" \1 ", plain(inside)))
     words = " ".join(inside.casefold().split()) if _WORDS.fullmatch(inside) else ""
     tight, exact = re.sub(r"[{}()\s]", "", inside), ""
-    if found := _BASED.fullmatch(tight.rpartition("=")[2]):
-        base = _BASES.get(found[2], found[2])
-        exact = f"{found[1]}_{base}" if base != "10" else ""
+    if match := _BASED.fullmatch(tight.rpartition("=")[2]):
+        base = _BASES.get(match[2], match[2])
+        exact = f"{match[1]}_{base}" if base != "10" else ""
     elif _CLOCK.fullmatch(tight) or (delimited and _DOTS.search(inside)):
         exact = _DOTS.sub("...", tight)
     return _Answer(
@@ -188,23 +188,23 @@ def _answer(text: str, parsed: list[Any], *, delimited: bool = False) -> _Answer
     )
 
 
-def _same(reference: _Answer, found: _Answer) -> bool:
+def _same(reference: _Answer, answer: _Answer) -> bool:
     from math_verify import verify
 
-    if reference.exact or found.exact:
-        return reference.exact == found.exact
-    if reference.words and found.words:
-        return reference.words == found.words
+    if reference.exact or answer.exact:
+        return reference.exact == answer.exact
+    if reference.words and answer.words:
+        return reference.words == answer.words
     limits = {"timeout_seconds": None, "raise_on_error": True}
     return any(
         verify(expected, each, allow_set_relation_comp=True, **limits)
         and not _is_chance(expected, each)
         for expected in reference.parsed
-        for each in found.parsed
+        for each in answer.parsed
     )
 
 
-def _is_chance(expected: Any, found: Any) -> bool:
+def _is_chance(expected: Any, answered: Any) -> bool:
     """Whether math-verify takes two for equal that are not.
 
     Its tolerance is absolute, so any two numbers below 1e-15 are equal to it; of an equation it
@@ -213,11 +213,11 @@ def _is_chance(expected: Any, found: Any) -> bool:
     from math_verify.grader import is_equation, take_first_relation, unwrap_eq
     from sympy import PrecisionExhausted
 
-    if is_equation(found) and not is_equation(expected):
-        left = take_first_relation(found).lhs.doit()
+    if is_equation(answered) and not is_equation(expected):
+        left = take_first_relation(answered).lhs.doit()
         if getattr(left, "is_Add", False) and left.free_symbols and left.as_coeff_Add()[0]:
             return True
-    one, other = unwrap_eq(expected), unwrap_eq(found)
+    one, other = unwrap_eq(expected), unwrap_eq(answered)
     if not (getattr(one, "is_comparable", False) and getattr(other, "is_comparable", False)):
         return False
     size = max(abs(one.evalf(8)), abs(other.evalf(8)))
@@ -232,13 +232,13 @@ def _parsed(text: str) -> list[Any]:
     from sympy import FiniteSet, Union
     from sympy.core.relational import Equality, Relational
 
-    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True) if text else []
-    for place, each in enumerate(found):  # x < 1 or x > 3
-        if isinstance(each, FiniteSet) and re.search(r"\bor\b", text):
-            parts = each.args
+    values: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True) if text else []
+    for place, value in enumerate(values):  # x < 1 or x > 3
+        if isinstance(value, FiniteSet) and re.search(r"\bor\b", text):
+            parts = value.args
             if all(isinstance(x, Relational) and not isinstance(x, Equality) for x in parts):
-                found[place] = Union(*(part.as_set() for part in parts))
-    return found
+                values[place] = Union(*(part.as_set() for part in parts))
+    return values
 
 
 def _readings(text: str) -> list[str]:
@@ -246,7 +246,7 @@ def _readings(text: str) -> list[str]:
     box = r"\boxed{%s}" if _BOX.search(text) else "%s"
     inside = _inside(text)
     read = [_readable(inside), _readable(inside, euler=True)]
-    return list(dict.fromkeys(box % each if each else "" for each in read))
+    return list(dict.fromkeys(box % reading if reading else "" for reading in read))
 
 
 def _inside(text: str) -> str:
@@ -291,19 +291,19 @@ def _last_side(text: str) -> str:
     """
     if len(sides := _EQUALS.split(text)) < 2:
         return text
-    numbers = [each for each in sides if _ARITHMETIC.fullmatch(each)]
-    values = [value for each in numbers for value in _parsed(f"${each}$")[:1]]
-    rounding = [10.0 ** -len(found[1]) for found in map(_DECIMALS.fullmatch, numbers) if found]
-    if len(numbers) > 1 and all(getattr(each, "is_comparable", False) for each in values):
+    numbers = [side for side in sides if _ARITHMETIC.fullmatch(side)]
+    values = [value for side in numbers for value in _parsed(f"${side}$")[:1]]
+    rounding = [10.0 ** -len(match[1]) for match in map(_DECIMALS.fullmatch, numbers) if match]
+    if len(numbers) > 1 and all(getattr(value, "is_comparable", False) for value in values):
         allowed = max([1e-9 * abs(values[-1].evalf(15)), *rounding])
-        if any(abs((each - values[-1]).evalf(15)) > allowed for each in values):
+        if any(abs((value - values[-1]).evalf(15)) > allowed for value in values):
             return ""
-    known = all(_ARITHMETIC.fullmatch(_TEXT.sub("", each)) for each in sides)
+    known = all(_ARITHMETIC.fullmatch(_TEXT.sub("", side)) for side in sides)
     return sides[-1] if known else text
 
 
-def _without_power(found: re.Match[str]) -> str:
-    number = Decimal(found[1]).scaleb(int(found[2] or found[3] or found[4]))
+def _without_power(match: re.Match[str]) -> str:
+    number = Decimal(match[1]).scaleb(int(match[2] or match[3] or match[4]))
     if abs(number.adjusted()) < _LONGEST_NUMBER:
         return f"{number:f}"
     exponent = number.adjusted()

@@ -177,9 +177,9 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
     def named(value: Any, field: str) -> Any:
         if isinstance(value, Mapping):
             inside = f"{field}." if field else ""
-            return {key: named(each, f"{inside}{key}") for key, each in value.items()}
+            return {key: named(entry, f"{inside}{key}") for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)([named(each, field) for each in value])
+            return type(value)([named(entry, field) for entry in value])
         if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):  # of numpy
             return int(value) if isinstance(value, numbers.Integral) else float(value)
         if not callable(value):
@@ -242,15 +242,15 @@ def _run(invocation: Invocation) -> None:
         environment["R3_READ"] = place  # ranks take what the check has read of the data
         errors = Path(place) / "errors"
         with errors.open("w+b") as file:  # the exception has them
-            words = [*program, "--check", "--world-size", ranks]
-            code, _ = _printed(words, environment, signals, errors=file.fileno())
+            command = [*program, "--check", "--world-size", ranks]
+            code, _ = _printed(command, environment, signals, errors=file.fileno())
         said = errors.read_text(encoding="utf-8", errors="replace")
         if code == 0:
             _show(said, sys.stderr)  # warnings
             began = time.time()
-            words = ["-m", "r3.launch.ranks", "--die-with-parent", "--standalone"]
-            words += ["--nproc_per_node", ranks, *program]
-            code, said = _printed(words, environment, signals)
+            command = ["-m", "r3.launch.ranks", "--die-with-parent", "--standalone"]
+            command += ["--nproc_per_node", ranks, *program]
+            code, said = _printed(command, environment, signals)
             said = _failure(RunDir(Path(folder)).first_failure, began) or said
     if signal.SIGINT in signals.caught:
         raise KeyboardInterrupt
@@ -307,7 +307,7 @@ def _show(text: str, stream: TextIO | None) -> None:
 
 
 def _printed(
-    words: Sequence[str],
+    command: Sequence[str],
     environment: Mapping[str, str],
     signals: _Forwarded,
     *,
@@ -324,7 +324,7 @@ def _printed(
     terminal = sys.__stdout__ if sys.stdout is sys.__stdout__ else None
     writes = terminal is not None and terminal.isatty()
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *command],
         env=environment,
         stdout=None if writes else subprocess.PIPE,
         stderr=errors or (None if writes else subprocess.STDOUT),

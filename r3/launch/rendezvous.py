@@ -16,7 +16,7 @@ _CONNECT_S = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
-def addressed(words: Any) -> list[str]:
+def addressed(args: Any) -> list[str]:
     """Flags of torchrun that give addresses where it would take the name of this machine.
 
     On one machine, ranks need no name. Otherwise rank 0 would tell the others to find it by a name
@@ -28,11 +28,11 @@ def addressed(words: Any) -> list[str]:
     Raises:
         ValueError: the name of the rendezvous does not resolve.
     """
-    if words.standalone or words.nnodes in ("1", "1:1"):
-        return [] if words.local_addr else ["--local_addr", _LOOPBACK]
-    if words.rdzv_backend != "c10d":
+    if args.standalone or args.nnodes in ("1", "1:1"):
+        return [] if args.local_addr else ["--local_addr", _LOOPBACK]
+    if args.rdzv_backend != "c10d":
         return []  # --master_addr says all
-    host, port = endpoint(words)
+    host, port = endpoint(args)
     if not addresses(host):
         raise ValueError(
             f"{host} of --rdzv_endpoint does not resolve on {socket.gethostname()}. Give the "
@@ -41,9 +41,9 @@ def addressed(words: Any) -> list[str]:
     flags: list[str] = []
     own = _own_address(host, port)
     # A loopback address is of no use to others: then the name is the better guess, if it is one.
-    if own and not words.local_addr and not (own.startswith("127.") and _is_known()):
+    if own and not args.local_addr and not (own.startswith("127.") and _is_known()):
         flags += ["--local_addr", own]
-    if not words.rdzv_conf and is_here(host) != _torchrun_is_here(host):
+    if not args.rdzv_conf and is_here(host) != _torchrun_is_here(host):
         flags += ["--rdzv_conf", f"is_host={int(is_here(host))}"]
     return flags
 
@@ -59,10 +59,10 @@ def _torchrun_is_here(host: str) -> bool | None:
     return _matches_machine_hostname(host) if _is_known() else None
 
 
-def endpoint(words: Any) -> tuple[str, int]:
+def endpoint(args: Any) -> tuple[str, int]:
     """Host and port of the rendezvous."""
-    host, _, port = words.rdzv_endpoint.rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() else (words.rdzv_endpoint, 0)
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else (args.rdzv_endpoint, 0)
 
 
 def is_here(host: str) -> bool:
@@ -96,23 +96,23 @@ def children(parent: int) -> list[int]:
     import psutil
 
     try:
-        return [each.pid for each in psutil.Process(parent).children()]
+        return [child.pid for child in psutil.Process(parent).children()]
     except psutil.NoSuchProcess:
         return []
 
 
 @contextmanager
-def impatient(words: Any, say: Callable[[str], None]) -> Iterator[None]:
+def impatient(args: Any, say: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for, if launchers of several machines have not met soon after the start.
 
     Args:
         words: torchrun's, parsed.
         say: writes a line.
     """
-    if words.standalone or words.rdzv_backend != "c10d":
+    if args.standalone or args.rdzv_backend != "c10d":
         yield
         return
-    host, port = endpoint(words)
+    host, port = endpoint(args)
     if port and is_here(host) and not _binds(host, port):
         say(
             f"r3: port {port} of this machine is taken. If that is not another launcher of this "
@@ -122,7 +122,7 @@ def impatient(words: Any, say: Callable[[str], None]) -> Iterator[None]:
 
     def waits() -> None:
         if before.issuperset(children(os.getpid())):  # ranks start when the launchers have met
-            say(_waits_for(host, port, words.nnodes))
+            say(_waits_for(host, port, args.nnodes))
 
     timer = threading.Timer(_PATIENCE_S, waits)
     timer.daemon = True

@@ -119,7 +119,7 @@ def completion_request(body: Mapping[str, Any], memory: Memory) -> Request:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if not isinstance(prompt, str | list) or (
-        isinstance(prompt, list) and not all(type(each) is int for each in prompt)
+        isinstance(prompt, list) and not all(type(token) is int for token in prompt)
     ):
         raise ApiError(400, "prompt must be one text or one list of token ids", param="prompt")
     if typed(body, "logprobs", int):
@@ -136,7 +136,7 @@ def completion_reply(
     """The reply to a completion request: one body, or the events of a stream."""
     logprobs: Any = None
     if request.logprobs:
-        pieces = [model.token_bytes(each).decode(errors="replace") for each in completion.tokens]
+        pieces = [model.token_bytes(token).decode(errors="replace") for token in completion.tokens]
         logprobs = {"tokens": pieces, "token_logprobs": list(completion.logprobs)}
         logprobs |= {"top_logprobs": None, "text_offset": None}
     choice = {"index": 0, "text": before_stop(completion.text, request), "logprobs": logprobs}

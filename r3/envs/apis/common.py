@@ -120,7 +120,7 @@ def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     Raises:
         ApiError: it is something else.
     """
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         raise ApiError(400, f"{name} must be a list of objects", param=name)
     return value
 
@@ -181,11 +181,11 @@ def sampled_request(
     """
     ends = body.get(stop) or []
     ends = [ends] if isinstance(ends, str) else ends
-    if not isinstance(ends, list) or not all(isinstance(each, str) for each in ends):
+    if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
         raise ApiError(400, f"{stop} must be a text or a list of texts", param=stop)
     train = typed(body, "train", bool) is not False
-    given = {name: typed(body, name, kind) for name, kind in SAMPLING.items()}
-    given = {name: value for name, value in given.items() if value is not None}
+    sampling = {name: typed(body, name, kind) for name, kind in SAMPLING.items()}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     options = typed(body, "stream_options", dict) or {}
     return Request(
         body=body,
@@ -193,9 +193,9 @@ def sampled_request(
             "train": train,
             "stop": ends,
             "max_tokens": typed(body, max_tokens, int),
-            **({} if train else given),
+            **({} if train else sampling),
         },
-        unused=(*(given if train else ()), *dict.fromkeys(unused)),
+        unused=(*(sampling if train else ()), *dict.fromkeys(unused)),
         logprobs=logprobs,
         stream=bool(typed(body, "stream", bool)),
         usage=bool(options.get("include_usage")),

@@ -110,11 +110,11 @@ async def _abort(request: HttpRequest, access: Access) -> Response:
     body = await _body(request, access)
     check_fields(body, {"request_ids"})
     names = typed(body, "request_ids", list)
-    ended = [each for each, name in access.running.items() if names is None or name in names]
-    for each in ended:
+    ended = [task for task, name in access.running.items() if names is None or name in names]
+    for task in ended:
         access.model.refused["aborted"] += 1
-        access.running[each] = None
-        each.cancel()
+        access.running[task] = None
+        task.cancel()
     return _json({"aborted": len(ended)})
 
 
@@ -175,7 +175,7 @@ async def not_served(request: HttpRequest, access: Access) -> Response:
     if methods:
         text = f"{path} takes {methods[0]}, and the request is {request.method}"
         raise ApiError(405, text, code="method_not_allowed")
-    served = ", ".join(dict.fromkeys(each for _, each, _ in HANDLERS))
+    served = ", ".join(dict.fromkeys(url for _, url, _ in HANDLERS))
     text = f"{request.method} {path[:100]} is not served; these are: {served}"
     raise ApiError(404, text, code="unknown_url")
 

@@ -107,9 +107,9 @@ def _seen(content: str, reasoning: Any, ids: Sequence[str], calls: Sequence[Any]
 def _same(value: Any) -> Any:
     """JSON as other languages write it again: JavaScript has 1 for 1.0, and orders keys itself."""
     if isinstance(value, Mapping):
-        return sorted((str(key), _same(each)) for key, each in value.items())
+        return sorted((str(key), _same(entry)) for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return [_same(each) for each in value]
+        return [_same(entry) for entry in value]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**1000:
         return value + 0.0  # and 0 for -0.0
     return value
@@ -117,7 +117,7 @@ def _same(value: Any) -> Any:
 
 def _before_stop(text: str, ends: Iterable[str]) -> tuple[str, str | None]:
     """A text up to the string at which the request stopped it, and that string."""
-    places = [(text.find(each), each) for each in ends if each in text]
+    places = [(text.find(stop), stop) for stop in ends if stop in text]
     if not places:
         return text, None
     place, end = min(places)

@@ -68,8 +68,8 @@ def messages_request(body: Mapping[str, Any], memory: Memory, *, sampled: bool =
     if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
         text = f"tool_choice {choice!r}: only 'auto' and 'none' are supported"
         raise ApiError(400, text, param="tool_choice")
-    given = objects(body.get("tools") or [], "tools")
-    tools, others = functions(given, (None, "custom"), "input_schema")
+    declared = objects(body.get("tools") or [], "tools")
+    tools, others = functions(declared, (None, "custom"), "input_schema")
     messages = list(_conversation(body))
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "messages must end with one of the user", param="messages")
@@ -114,7 +114,7 @@ def _text(blocks: Any, name: str) -> str:
     text = text_of(blocks, ("text",), name)
     if _BILLING not in text:
         return text
-    kept = [each for each in blocks if not each["text"].startswith(_BILLING)]
+    kept = [block for block in blocks if not block["text"].startswith(_BILLING)]
     return text_of(kept, ("text",), name) if isinstance(blocks, list) else ""
 
 
@@ -144,16 +144,16 @@ def _reply(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif kind == "thinking":
             reasoning += typed(block, "thinking", str) or ""
         elif kind == "tool_use":
-            given = block.get("input")
-            if isinstance(given, dict) and given.keys() == {_NOT_JSON}:
-                given = given[_NOT_JSON]
-            function = {"name": block.get("name"), "arguments": given}
+            arguments = block.get("input")
+            if isinstance(arguments, dict) and arguments.keys() == {_NOT_JSON}:
+                arguments = arguments[_NOT_JSON]
+            function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             text = f"a block of type {kind!r} in a message of the assistant is not supported"
             raise ApiError(400, text, param="messages")
-    found = {"role": "assistant", "content": content, "reasoning": reasoning or None}
-    return {**found, "tool_calls": calls or None}
+    message = {"role": "assistant", "content": content, "reasoning": reasoning or None}
+    return {**message, "tool_calls": calls or None}
 
 
 def messages_reply(
@@ -192,7 +192,7 @@ def messages_reply(
         start, deltas = _pieces(block)
         events += [
             {"type": "content_block_start", "index": index, "content_block": start},
-            *({"type": "content_block_delta", "index": index, "delta": each} for each in deltas),
+            *({"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas),
             {"type": "content_block_stop", "index": index},
         ]
     last = {"type": "message_delta", "delta": ending, "usage": usage}
@@ -208,14 +208,14 @@ def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
             {"type": "thinking_delta", "thinking": block["thinking"]},
             {"type": "signature_delta", "signature": block["signature"]},
         ]
-    given = json.dumps(block["input"])
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": given}]
+    arguments = json.dumps(block["input"])
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _object(arguments: str) -> dict[str, Any]:
     """Arguments of a call, which the API has as an object only."""
     try:
-        given = read_json(arguments)
+        value = read_json(arguments)
     except ValueError:
-        given = arguments
-    return given if isinstance(given, dict) else {_NOT_JSON: given}
+        value = arguments
+    return value if isinstance(value, dict) else {_NOT_JSON: value}

@@ -48,7 +48,7 @@ def responses_request(body: Mapping[str, Any], memory: Memory) -> Request:
         text = "previous_response_id: no response is kept here. Send the whole input"
         raise ApiError(400, text, param="previous_response_id")
     check_body(body, _TAKEN, _DEFAULTS)
-    if others := [each for each in typed(body, "include", list) or [] if each != _THOUGHT]:
+    if others := [name for name in typed(body, "include", list) or [] if name != _THOUGHT]:
         raise ApiError(400, f"include = {others!r}: only {_THOUGHT!r} is known", param="include")
     form = typed(typed(body, "text", dict) or {}, "format", dict)
     if form and form.get("type") != "text":
@@ -59,11 +59,11 @@ def responses_request(body: Mapping[str, Any], memory: Memory) -> Request:
     items = objects(
         [{"role": "user", "content": items}] if isinstance(items, str) else items, "input"
     )
-    given = [*objects(body.get("tools") or [], "tools")]
+    declared = [*objects(body.get("tools") or [], "tools")]
     for item in items:  # Codex has some of its tools there
         if item.get("type") == _MORE_TOOLS:
-            given += objects(item.get("tools"), "tools")
-    tools, others = functions(given, ("function",), "parameters")
+            declared += objects(item.get("tools"), "tools")
+    tools, others = functions(declared, ("function",), "parameters")
     said = [item for item in items if item.get("type") != _MORE_TOOLS]
     messages = list(_conversation(body, said))
     if not messages:
@@ -184,28 +184,28 @@ def responses_reply(
         where = {"item_id": item["id"], "output_index": index}
         events += [{"type": "response.output_item.added", "output_index": index, "item": {}}]
         events[-1]["item"] = {**item, **_EMPTY[item["type"]], "status": "in_progress"}
-        events += [{**each, **where} for each in _pieces(item)]
+        events += [{**event, **where} for event in _pieces(item)]
         events += [{"type": "response.output_item.done", "output_index": index, "item": item}]
     events.append({"type": f"response.{status}", "response": whole})
     return [{**event, "sequence_number": place} for place, event in enumerate(events)]
 
 
 def _items(reply: Reply, number: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     if reply.reasoning:
         # It comes back sealed: clients leave the text out.
         sealed = base64.b64encode(reply.reasoning.encode(**_UTF8)).decode()
         thought = {"type": "reasoning_text", "text": reply.reasoning}
-        found.append({"type": "reasoning", "id": f"rs_{number}", "summary": []})
-        found[-1] |= {"content": [thought], "encrypted_content": sealed}
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": []})
+        items[-1] |= {"content": [thought], "encrypted_content": sealed}
     if reply.content or not reply.calls:
         text = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        found.append({"type": "message", "id": f"msg_{number}", "role": "assistant"})
-        found[-1]["content"] = [text]
+        items.append({"type": "message", "id": f"msg_{number}", "role": "assistant"})
+        items[-1]["content"] = [text]
     for call in reply.calls:
-        found.append({"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]})
-        found[-1] |= {"name": call["name"], "arguments": call["arguments"]}
-    return [{**item, "status": "completed"} for item in found]
+        items.append({"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]})
+        items[-1] |= {"name": call["name"], "arguments": call["arguments"]}
+    return [{**item, "status": "completed"} for item in items]
 
 
 _EMPTY: dict[str, dict[str, Any]] = {
@@ -218,9 +218,9 @@ _EMPTY: dict[str, dict[str, Any]] = {
 def _pieces(item: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of an item in a stream, between its beginning and its end."""
     if item["type"] == "function_call":
-        name, given = "response.function_call_arguments", item["arguments"]
-        done = {"type": f"{name}.done", "name": item["name"], "arguments": given}
-        return [{"type": f"{name}.delta", "delta": given}, done]
+        name, arguments = "response.function_call_arguments", item["arguments"]
+        done = {"type": f"{name}.done", "name": item["name"], "arguments": arguments}
+        return [{"type": f"{name}.delta", "delta": arguments}, done]
     (part,) = item["content"]
     name = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
     rest: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
@@ -230,4 +230,4 @@ def _pieces(item: dict[str, Any]) -> list[dict[str, Any]]:
         {"type": f"{name}.done", "text": part["text"], **rest},
         {"type": "response.content_part.done", "part": part},
     ]
-    return [{**each, "content_index": 0} for each in events]
+    return [{**event, "content_index": 0} for event in events]
