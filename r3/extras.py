@@ -134,11 +134,11 @@ def cpu_memory() -> ModuleType:
     return memory
 
 
-def reload_weights(*given: Any, **more: Any) -> Any:
+def reload_weights(*args: Any, **more: Any) -> Any:
     """Push weights through vLLM's reload (r3.engine.reload)."""
     from r3.engine.reload import reload_weights
 
-    return reload_weights(*given, **more)
+    return reload_weights(*args, **more)
 
 
 def neighbours_named(device: Any, share: float) -> Any:
@@ -201,11 +201,11 @@ def mixture() -> ModuleType:
     return mixture
 
 
-def step_notes(*given: Any) -> Any:
+def step_notes(*args: Any) -> Any:
     """What a run says of the samples of its steps (r3.tools.beside.step_notes)."""
     from r3.tools.beside.step_notes import StepNotes
 
-    return StepNotes(*given)
+    return StepNotes(*args)
 
 
 def budgeted_episode() -> type[Any]:
@@ -222,11 +222,11 @@ def adapters() -> ModuleType:
     return adapters
 
 
-def check_lora(*given: Any) -> list[str]:
+def check_lora(*args: Any) -> list[str]:
     """Check adapters and their base (r3.lora.check)."""
     from r3.lora.check import check_lora
 
-    return check_lora(*given)
+    return check_lora(*args)
 
 
 def adapter_plan() -> ModuleType:
@@ -236,11 +236,11 @@ def adapter_plan() -> ModuleType:
     return plan
 
 
-def frozen_tensors(*given: Any) -> frozenset[str]:
+def frozen_tensors(*args: Any) -> frozenset[str]:
     """The tensors that `train.freeze` names (r3.lora.freeze)."""
     from r3.lora.freeze import frozen_tensors
 
-    return frozen_tensors(*given)
+    return frozen_tensors(*args)
 
 
 def quantised() -> ModuleType:
@@ -250,11 +250,11 @@ def quantised() -> ModuleType:
     return formats
 
 
-def dequantised(*given: Any) -> Any:
+def dequantised(*args: Any) -> Any:
     """A slice of a quantised tensor of a checkpoint, in bfloat16 (r3.quantised.values)."""
     from r3.quantised.values import read
 
-    return read(*given)
+    return read(*args)
 
 
 def teachers(config: Config, device: Any, mesh: Any) -> Any:
@@ -271,11 +271,11 @@ def span_finder(renderer: Any, source: str) -> Any:
     return span_finder(renderer, source)
 
 
-def rows_of_step(*given: Any) -> Any:
+def rows_of_step(*args: Any) -> Any:
     """The rows that a step of `train.objective sft` learns (r3.objectives.rows)."""
     from r3.objectives.rows import rows_of_step
 
-    return rows_of_step(*given)
+    return rows_of_step(*args)
 
 
 def judge(name: str, spec: str, settings: RewardConfig, **more: Any) -> Any:
@@ -322,11 +322,11 @@ def help_texts() -> ModuleType:
     return help
 
 
-def notes_on(*given: Any) -> list[str]:
+def notes_on(*args: Any) -> list[str]:
     """The warnings of a start (r3.tools.beside.notes)."""
     from r3.tools.beside.notes import notes_on
 
-    return notes_on(*given)
+    return notes_on(*args)
 
 
 def teacher_rules() -> ModuleType:
@@ -343,11 +343,11 @@ def own_function(algo: AlgoConfig, role: str) -> Any:
     return own_function(algo, role)
 
 
-def check_judges(*given: Any) -> None:
+def check_judges(*args: Any) -> None:
     """Check what the judges of `reward.function` need (r3.judges.check)."""
     from r3.judges.check import check_judges
 
-    check_judges(*given)
+    check_judges(*args)
 
 
 def check() -> ModuleType:
@@ -385,11 +385,11 @@ def proof() -> ModuleType:
     return proof
 
 
-def shadow_sample(*given: Any, turn: int) -> Any:
+def shadow_sample(*args: Any, turn: int) -> Any:
     """Tokens that are scored with live routes too (r3.tools.mismatch.shadow)."""
     from r3.tools.mismatch.shadow import shadow_sample
 
-    return shadow_sample(*given, turn=turn)
+    return shadow_sample(*args, turn=turn)
 
 
 def mismatch_watch() -> Any:
@@ -406,12 +406,12 @@ def sources() -> ModuleType:
     return sources
 
 
-def record_samples(run: Any, step: int, *given: Any) -> None:
+def record_samples(run: Any, step: int, *args: Any) -> None:
     """Dump and show the samples of a step, each when due (r3.tools.dumps). All ranks must call."""
     if run.config.log.rollouts_every or run.config.log.show_every:
         from r3.tools.dumps import record_samples
 
-        record_samples(run, step, *given)
+        record_samples(run, step, *args)
 
 
 def machine() -> ModuleType:
@@ -442,11 +442,11 @@ def fitted(text: str, width: int) -> str:
     return fitted(text, width)
 
 
-def header(*given: Any) -> list[str]:
+def header(*args: Any) -> list[str]:
     """The lines that describe a run before its first step (r3.tools.beside.header)."""
     from r3.tools.beside.header import header
 
-    return header(*given)
+    return header(*args)
 
 
 def result() -> ModuleType:
@@ -479,11 +479,11 @@ def exhausted(error: BaseException, where: str) -> list[str]:
     return exhausted(error, where)
 
 
-def placed(*given: Any, **more: Any) -> tuple[Config, str]:
+def placed(*args: Any, **more: Any) -> tuple[Config, str]:
     """The folder of a start, and a note about it (r3.tools.beside.placing)."""
     from r3.tools.beside.placing import placed
 
-    return placed(*given, **more)
+    return placed(*args, **more)
 
 
 def digests() -> ModuleType:

@@ -78,7 +78,7 @@ def step_rewards(
             key=(place, 0, 0),
             unit=(unit, 0, 0),
             baseline=(int(group), 0),
-            given=reward,
+            raw=reward,
             shaped=reward,
             deciding=reward,
         )

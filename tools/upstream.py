@@ -140,7 +140,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "r3/run/checkpoint.py": {
         # Of a chain, each member.
-        "each": ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",),
+        "member": ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",),
         "megatron": _MODELS["megatron"],
         "shard": ("megatron.core.dist_checkpointing.mapping.ShardedTensor",),
     },

@@ -147,7 +147,7 @@ class Reward:
             unless each has a reward of its own.
         baseline: what its advantage is compared with (`algo.baseline`): (group, 0), or
             (group, sequence) for rewarded sequences with the same index in their episodes.
-        given: as reward functions and environments gave it.
+        raw: as reward functions and environments gave it.
         shaped: what its advantage is made of: minus the overlong penalty and, with algo.kl_in
             reward, minus the KL. Equal for all samples of a unit.
         deciding: a second value that decides whether its group has signal
@@ -158,7 +158,7 @@ class Reward:
     key: Key
     unit: Key
     baseline: tuple[int, int]
-    given: float
+    raw: float
     shaped: float
     deciding: float
     has_loss: bool = True

@@ -413,8 +413,8 @@ def wrap(
 
     # Fused AdamW makes one pass over memory. The default one makes seven, and needs a temporary
     # tensor as large as a moment of all parameters. Megatron has no argument for it.
-    for each in chained(optimizer):
-        for group in each.optimizer.param_groups:
+    for member in chained(optimizer):
+        for group in member.optimizer.param_groups:
             group["fused"] = True
     extras.dispatch().exchange_without_copies(wrapped)
 

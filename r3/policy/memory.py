@@ -36,13 +36,13 @@ class TrainingMemory:
         self._device, self._kept, self._streamed = device, place == "kept", place == "streamed"
         self._coming, self._going = SideStream(device), SideStream(device)
         self._has_moments = False
-        for i, each in enumerate(chained(optimizer)):
+        for i, member in enumerate(chained(optimizer)):
             if not self._streamed:
-                each.optimizer.step = partial(self._step_when_there, each.optimizer.step)
+                member.optimizer.step = partial(self._step_when_there, member.optimizer.step)
                 continue
             extras.streamed().step_in_parts(
-                each,
-                lambda i=i, each=each: tensors_of(i, each),
+                member,
+                lambda i=i, member=member: tensors_of(i, member),
                 stash=self._stash,
                 coming=self._coming,
                 going=self._going,
@@ -162,4 +162,4 @@ def chained(optimizer: Any) -> list[Any]:
 
     Those without parameters are left out.
     """
-    return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+    return [member for member in optimizer.chained_optimizers if not member.is_stub_optimizer]

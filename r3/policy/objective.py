@@ -42,7 +42,7 @@ class Passes:
 
     def part(self, micro_batches: slice) -> Passes:
         """Return what was found for some of the micro-batches."""
-        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        columns = {declared.name: getattr(self, declared.name) for declared in fields(self)}
         return Passes(
             **{name: column and column[micro_batches] for name, column in columns.items()}
         )

@@ -141,7 +141,7 @@ class Policy(ScoringPolicy):
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return a shared buffer, or recompute its values."""
         made = (adapters.made(buffer) for adapters in self._adapters)
-        return next((each for each in made if each is not None), buffer)
+        return next((tensor for tensor in made if tensor is not None), buffer)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -267,7 +267,7 @@ class Policy(ScoringPolicy):
             ledger = ledger_of()
         for parameter in self._untrained:
             parameter.main_grad.zero_()
-        own_is_old = all(each is None for each in passes.old or ())
+        own_is_old = all(logprobs is None for logprobs in passes.old or ())
         return self._metrics(seen, ledger, panel=first and own_is_old)
 
     def step(self, total_updates: int) -> Update:

@@ -59,11 +59,11 @@ def named(
     shard: Shard, full: torch.Tensor, shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the HF tensors that the full tensor of a shard is made of, by their names."""
-    parts = (part for one in _each(shard, full) for part in split(shard.kind, one, shape))
+    parts = (part for one in _single(shard, full) for part in split(shard.kind, one, shape))
     yield from zip(shard.hf, parts, strict=True)
 
 
-def _each(shard: Shard, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+def _single(shard: Shard, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return tensor if shard.experts else [tensor]
 
 
@@ -186,7 +186,7 @@ def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], shape: Model
     """
     for slot in slots_:
         dim = -1 if slot.kind == "row" else 0
-        own = (part for one in _each(slot, slot.tensor) for part in views(slot.kind, one, shape))
+        own = (part for one in _single(slot, slot.tensor) for part in views(slot.kind, one, shape))
         for part, name in zip(own, slot.hf, strict=True):
             piece = read(name, dim, slot.index, slot.count)
             if slot.kind == "qkv":

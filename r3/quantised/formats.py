@@ -46,10 +46,10 @@ def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
         return Quantised(method="mxfp4")
     why = f"quant_method {method!r}"
     if method == "compressed-tensors":
-        found = _int4(keys)
-        if isinstance(found, Quantised):
-            return found
-        why += f" and {found}"
+        result = _int4(keys)
+        if isinstance(result, Quantised):
+            return result
+        why += f" and {result}"
     elif method == "fp8" and block != [BLOCK, BLOCK]:
         why += f" and weight_block_size {block!r}"
     elif method == "fp8" and keys.get("fmt") not in _FP8_FORMATS:
@@ -120,17 +120,17 @@ def refuse_unpaired(types: Mapping[str, str]) -> None:
 
 
 def stored_shapes(
-    quantised: Quantised, plain: Mapping[str, tuple[int, ...]], found: Collection[str]
+    quantised: Quantised, plain: Mapping[str, tuple[int, ...]], names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors that a checkpoint with these names has for `plain`."""
     method, shapes = quantised.method, dict[str, tuple[int, ...]]()
     for name, size in plain.items():
-        if method == "mxfp4" and f"{name}_blocks" in found:
+        if method == "mxfp4" and f"{name}_blocks" in names:
             experts, inputs, outputs = size
             grid = (experts, outputs, -(-inputs // GROUP))
             shapes |= {f"{name}_blocks": (*grid, GROUP // 2), f"{name}_scales": grid}
             continue
-        if method == "int4" and f"{name}_packed" in found and len(size) == 2:
+        if method == "int4" and f"{name}_packed" in names and len(size) == 2:
             rows, columns = size
             groups = -(-columns // (quantised.group or columns))
             shapes |= {
@@ -142,7 +142,7 @@ def stored_shapes(
                 shapes[f"{name}_zero_point"] = (-(-rows // PER_INT), groups)
             continue
         shapes[name] = size
-        if method == "fp8" and len(size) > 1 and f"{name}_scale_inv" in found:
+        if method == "fp8" and len(size) > 1 and f"{name}_scale_inv" in names:
             blocks = (-(-n // BLOCK) for n in size[-2:])
             shapes[f"{name}_scale_inv"] = (*size[:-2], *blocks)
     return shapes

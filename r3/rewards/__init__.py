@@ -38,12 +38,12 @@ def gsm8k(response: str, prompt: Prompt) -> float:
     Raises:
         ValueError: a reference answer has no such number.
     """
-    found = final_number(response)
+    number = final_number(response)
     expected = [final_number(answer) for answer in prompt.accepted]
     if None in expected:
         answer = prompt.accepted[expected.index(None)]
         raise ValueError(f"the reference answer has no '#### number': {answer[-200:]!r}")
-    return float(found in expected)
+    return float(number in expected)
 
 
 def exact(response: str, prompt: Prompt) -> float:

@@ -159,7 +159,7 @@ class Scorer:
         self.on_error = on_error
         self.deciding = deciding or names[0]
         self._choices = [(each.name, choice) for each in components for choice in each.choices]
-        self._only_report = {each.name for each in components if not each.weight}
+        self._only_report = {component.name for component in components if not component.weight}
         self._shown: set[str] = set()
         self._cases: dict[Hashable, _Case] = {}
 
@@ -191,7 +191,7 @@ class Scorer:
 
     def path(self, prompt: Prompt) -> tuple[str, ...]:
         """Names of the functions that score responses to this prompt."""
-        return tuple(each.of(prompt).name for each in self.components)
+        return tuple(component.of(prompt).name for component in self.components)
 
     @property
     def scores_groups(self) -> bool:
@@ -281,11 +281,11 @@ class Scorer:
 
         Failures are in the result, never raised; None if no function can be called.
         """
-        tried = [each for each in self.components if not each.of(prompt).lacks]
+        tried = [component for component in self.components if not component.of(prompt).lacks]
         if not tried:
             return None
         scorer = Scorer(tried, on_error="zero", deciding=self.deciding)
-        scorer._shown = {each.name for each in tried}  # the caller shows failures
+        scorer._shown = {component.name for component in tried}  # the caller shows failures
         return scorer._awaited(rollout, prompt)
 
     def take_counts(self) -> Counter[str]:
@@ -401,8 +401,8 @@ def make_scorer(
             by_verifier = {name: component(name, spec) for name, spec in of_rows}
             return replace(here(name, _no_verifier), by_verifier=by_verifier)
         if spec in ENVIRONMENT:
-            given = here(name, lambda reward, prompt: reward)
-            return replace(given, takes="environment", lacks="the environment gives it")
+            plain = here(name, lambda reward, prompt: reward)
+            return replace(plain, takes="environment", lacks="the environment gives it")
         if spec in REWARDS:
             return here(name, REWARDS[spec])
         if spec in JUDGES:
@@ -459,6 +459,6 @@ def here(name: str, function: Callable[..., Any]) -> Component:
 
 
 def _no_verifier(response: str, prompt: Prompt) -> float:
-    found = verifier_of(prompt.metadata)
-    rule = f"the column verifier of {prompt.id} is {found!r}, which is not in reward.row_functions"
+    name = verifier_of(prompt.metadata)
+    rule = f"the column verifier of {prompt.id} is {name!r}, which is not in reward.row_functions"
     raise CallError(rule, again=False)

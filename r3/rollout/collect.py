@@ -165,9 +165,9 @@ def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """Partials of reward/COMPONENT/*, rollout/* and users' metrics of this rank's samples."""
-    rollouts, count = [each.rollout for each in samples], float(len(samples))
+    rollouts, count = [sample.rollout for sample in samples], float(len(samples))
     # The sequences of an episode have the parts of one call.
-    parts_of = {each.rollout.key[:2]: each.parts for each in samples}
+    parts_of = {sample.rollout.key[:2]: sample.parts for sample in samples}
     by_component: dict[str, list[float]] = {}
     for parts in parts_of.values():
         for name, part in parts.items():
@@ -184,5 +184,5 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
             total=float(sum(rollout.is_truncated for rollout in rollouts)), count=count
         ),
         "rollout/tokens": Sum(value=float(sum(len(rollout.tokens_T) for rollout in rollouts))),
-        **means((each.metrics for each in rollouts), without=REFUSED.values()),
+        **means((rollout.metrics for rollout in rollouts), without=REFUSED.values()),
     }

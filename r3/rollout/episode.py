@@ -214,7 +214,7 @@ class Episode(ABC):
     @property
     def num_calls(self) -> int:
         """Trained calls that were sampled."""
-        return sum(len(each.calls) for each in self.sequences if each.train)
+        return sum(len(sequence.calls) for sequence in self.sequences if sequence.train)
 
     @property
     def is_suspended(self) -> bool:
@@ -251,11 +251,11 @@ class Episode(ABC):
 
         Evaluation needs one rollout of every episode: without any it is the prompt alone.
         """
-        trained = [each for each in self.sequences if each.train and each.calls]
+        trained = [sequence for sequence in self.sequences if sequence.train and sequence.calls]
         if not trained and self.rules.keep_failed:
             trained = [self.begun((0,), self.prompt.tokens_T)]
-        trained.sort(key=lambda each: each.name)
-        made = [self.rollout(each, index) for index, each in enumerate(trained)]
+        trained.sort(key=lambda sequence: sequence.name)
+        made = [self.rollout(sequence, index) for index, sequence in enumerate(trained)]
         refused = {REFUSED[cause]: float(count) for cause, count in self.refused.items()}
         if made and (self.metrics or refused):
             made[-1] = replace(made[-1], metrics={**self.metrics, **refused})
@@ -388,8 +388,8 @@ class EnvironmentEpisode(Episode):
 
     def _end(self, outcome: str, failure: str = "") -> None:
         """End the conversation: there is no next turn."""
-        given = [reward for each in self.sequences for reward in each.rewards if reward is not None]
-        self.reward = sum(given) if given else None
+        known = [reward for each in self.sequences for reward in each.rewards if reward is not None]
+        self.reward = sum(known) if known else None
         self.outcome = outcome
         if failure:
             self.fail(failure)

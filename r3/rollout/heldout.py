@@ -157,20 +157,20 @@ def evaluate(
     for sample in collected.samples:
         episodes.setdefault(sample.rollout.key[:2], []).append(sample)
     samples = [
-        replace(each[-1], reward=sum(one.reward for one in each))
-        if each[0].rollout.own_reward
-        else each[-1]
-        for each in episodes.values()
+        replace(sequences[-1], reward=sum(one.reward for one in sequences))
+        if sequences[0].rollout.own_reward
+        else sequences[-1]
+        for sequences in episodes.values()
     ]
-    rewards, last = [each.reward for each in samples], [each.rollout for each in samples]
+    rewards, last = [sample.reward for sample in samples], [sample.rollout for sample in samples]
     decides = heldout.scorer.deciding
-    deciding = [each.parts.get(decides, each.reward) for each in samples]
+    deciding = [sample.parts.get(decides, sample.reward) for sample in samples]
     metrics = accuracy_metrics(
         settings.name, rewards, settings.samples, config.eval.pass_at, deciding=deciding
     )
     if "reward/zeroed" in collected.metrics:  # a reward function that may fail
         metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
-    reported = (each.metrics for each in collected.rollouts)
+    reported = (rollout.metrics for rollout in collected.rollouts)
     for key, part in means(reported, without=REFUSED.values()).items():
         metrics[f"eval/{settings.name}/{key}"] = part
     rows = [

@@ -48,7 +48,7 @@ class RoundResult:
     @property
     def rollouts(self) -> list[Rollout]:
         """Those of the samples."""
-        return [each.rollout for each in self.samples]
+        return [sample.rollout for sample in self.samples]
 
 
 class Round:
@@ -93,7 +93,7 @@ class Round:
         self.episodes: list[Any] = []  # `Episode`s
         self._num_over = 0  # episodes that ended or were suspended since the last `advance`
         self._dropped: list[str] = []
-        samples = [(group, each) for group in prompts for each in range(samples_per_prompt)]
+        samples = [(group, index) for group in prompts for index in range(samples_per_prompt)]
         # Episodes of each group that may still be submitted to the scorer.
         self._open = Counter([*(each.rollout.group for each in resumed), *(g for g, _ in samples)])
         self._sources: Counter[str] = Counter()  # of rewards
@@ -176,23 +176,23 @@ class Round:
             EnvironmentFailed: an environment cannot be pickled and `env.on_error` is "stop".
         """
         suspended = []
-        for each in self.episodes:
-            if each.is_suspended:
-                if state := each.suspend():
+        for episode in self.episodes:
+            if episode.is_suspended:
+                if state := episode.suspend():
                     suspended.append(state)
                 else:
-                    self._settle(each)
+                    self._settle(episode)
         metrics = {} if self._environments.one_turn else self._metrics()
         metrics |= self._scoring_metrics()
         kept, dropped = [], self._dropped.copy()
-        for each in self.episodes:
-            if self._drops and each.result and each.result.failure:
-                who = f"prompt {each.prompt.id}, sample {each.sample_index}"
-                dropped.append(f"{who}: {each.result.failure}")
+        for episode in self.episodes:
+            if self._drops and episode.result and episode.result.failure:
+                who = f"prompt {episode.prompt.id}, sample {episode.sample_index}"
+                dropped.append(f"{who}: {episode.result.failure}")
             else:
-                kept.append(each)
+                kept.append(episode)
         return RoundResult(
-            samples=[sample for each in kept for sample in each.samples],
+            samples=[sample for episode in kept for sample in episode.samples],
             metrics=metrics,
             suspended=tuple(suspended),
             dropped=tuple(dropped),
@@ -261,15 +261,15 @@ class Round:
             self._dropped.append(f"{episode.who}: the {episode.kind} failed ({episode.failure})")
             return True
         if episode.failure:
-            episode.samples = [Sample(rollout=each, reward=0.0) for each in made]
+            episode.samples = [Sample(rollout=rollout, reward=0.0) for rollout in made]
             return True
         scorer, reward = self._scorer, episode.reward
         if episode.rewards_calls:
             self._sources["by_environment"] += 1
             weight = scorer.components[0].weight if rules.needs_reward else 1.0
             episode.samples = [
-                Sample(rollout=each, reward=weight * sum(filter(None, each.turn_rewards)))
-                for each in made
+                Sample(rollout=rollout, reward=weight * sum(filter(None, rollout.turn_rewards)))
+                for rollout in made
             ]
             return True
         if reward is not None:
@@ -283,7 +283,7 @@ class Round:
             self._awaiting[episode.key] = made
             scorer.submit(episode.key, made[-1], episode.prompt, environment_reward=reward)
             return False
-        episode.samples = [Sample(rollout=each, reward=reward) for each in made]
+        episode.samples = [Sample(rollout=rollout, reward=reward) for rollout in made]
         return True
 
     def _take(self, result: RewardResult) -> None:
@@ -294,14 +294,14 @@ class Round:
             last = replace(last, metrics={**last.metrics, **result.metrics})
         episode.result = result
         episode.samples = [
-            Sample(rollout=each, reward=result.reward, parts=result.parts)
-            for each in (*others, last)
+            Sample(rollout=rollout, reward=result.reward, parts=result.parts)
+            for rollout in (*others, last)
         ]
 
     def _scoring_metrics(self) -> dict[str, Any]:
         """Partials of what scoring took; none if every component is quick and nothing failed."""
         counts = self._scorer.take_counts()
-        results = [each.result for each in self.episodes if each.result]
+        results = [episode.result for episode in self.episodes if episode.result]
         failed = float(sum(bool(result.failure) for result in results))
         unreported = float(sum(bool(result.unreported) for result in results))
         if self._scorer.quick and not failed and not unreported:

@@ -130,10 +130,10 @@ class RolloutSource:
         # All ranks have the rewards, and one reports them.
         reported = () if self._mesh.world.rank else gathered or (rewards,)
         metrics = (
-            *(each.metrics for each in rounds),
+            *(part.metrics for part in rounds),
             rollout_metrics(sampled),
             *map(reward_metrics, reported),
-            self._notes.routes(step, [each.rollout for each in sampled]),
+            self._notes.routes(step, [sample.rollout for sample in sampled]),
             *more,
         )
         return samples, rewards, metrics

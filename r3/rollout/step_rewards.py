@@ -21,7 +21,7 @@ class DroppedError(Explained):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Given:
+class _Sent:
     """What a rank sends of a sample: its own reward and penalty."""
 
     key: Key
@@ -39,7 +39,7 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
     """
     algo = config.algo
     own = [
-        _Given(
+        _Sent(
             key=sample.rollout.key,
             own_reward=sample.rollout.own_reward,
             reward=sample.reward,
@@ -56,34 +56,34 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
         )
         for sample in samples
     ]
-    everybody = [each for part in world.all_gather_object(own) for each in part]
-    everybody.sort(key=lambda each: each.key)
+    everybody = [sent for part in world.all_gather_object(own) for sent in part]
+    everybody.sort(key=lambda sent: sent.key)
     # An unfinished episode of a workflow that rewards calls: its sequences count by themselves, as
     # those of the other episodes do.
-    by_call = any(each.own_reward for each in everybody)
+    by_call = any(sent.own_reward for sent in everybody)
 
-    def unit_of(each: _Given) -> Key:
-        alone = by_call if each.own_reward is None else each.own_reward
-        return (*each.key[:2], each.key[2] if alone else 0)
+    def unit_of(sent: _Sent) -> Key:
+        alone = by_call if sent.own_reward is None else sent.own_reward
+        return (*sent.key[:2], sent.key[2] if alone else 0)
 
     # An episode has the penalty of its longest sequence.
     penalties: dict[Key, float] = {}
-    for each in everybody:
-        penalties[unit_of(each)] = min(each.penalty, penalties.get(unit_of(each), each.penalty))
+    for sent in everybody:
+        penalties[unit_of(sent)] = min(sent.penalty, penalties.get(unit_of(sent), sent.penalty))
     decides = algo.dynamic_sampling > 0 and algo.dynamic_sampling_metric == "correct"
     rewards = []
-    for each in everybody:
-        group, _, sequence = unit = unit_of(each)
-        shaped = each.reward + penalties[unit]
+    for sent in everybody:
+        group, _, sequence = unit = unit_of(sent)
+        shaped = sent.reward + penalties[unit]
         rewards.append(
             Reward(
-                key=each.key,
+                key=sent.key,
                 unit=unit,
                 baseline=(group, sequence if algo.baseline == "step" else 0),
-                given=each.reward,
+                raw=sent.reward,
                 shaped=shaped,
-                deciding=each.deciding if decides else shaped,
-                has_loss=each.has_loss,
+                deciding=sent.deciding if decides else shaped,
+                has_loss=sent.has_loss,
             )
         )
     return rewards
@@ -91,12 +91,12 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
 
 def groups_of(rewards: Sequence[Reward]) -> list[int]:
     """All groups, ascending."""
-    return sorted({each.key[0] for each in rewards})
+    return sorted({reward.key[0] for reward in rewards})
 
 
 def groups_with_loss(rewards: Sequence[Reward]) -> list[int]:
     """Groups in which some sample has loss, ascending. A teacher teaches all of them."""
-    return groups_of([each for each in rewards if each.has_loss])
+    return groups_of([reward for reward in rewards if reward.has_loss])
 
 
 def groups_with_signal(rewards: Sequence[Reward]) -> list[int]:
@@ -105,28 +105,28 @@ def groups_with_signal(rewards: Sequence[Reward]) -> list[int]:
     Others have no gradient.
     """
     compared: dict[tuple[int, int], list[Reward]] = {}
-    for each in rewards:
-        compared.setdefault(each.baseline, []).append(each)
+    for reward in rewards:
+        compared.setdefault(reward.baseline, []).append(reward)
     return sorted(
         {
             group
             for (group, _), members in compared.items()
-            if any(each.has_loss for each in members)
-            and not are_equal([each.shaped for each in members])
-            and not are_equal([each.deciding for each in members])
+            if any(reward.has_loss for reward in members)
+            and not are_equal([reward.shaped for reward in members])
+            and not are_equal([reward.deciding for reward in members])
         }
     )
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, Any]:
     """Partials of the rewards of all ranks: one rank reports them."""
-    units = {each.unit: each for each in rewards}.values()
-    given, shaped = [each.given for each in units], [each.shaped for each in units]
+    units = {unit.unit: unit for unit in rewards}.values()
+    raw, shaped = [unit.raw for unit in units], [unit.shaped for unit in units]
     num_groups = len(groups_of(rewards))
     flat = num_groups - len(groups_with_signal(rewards))
     return {
-        "reward/mean": Mean(math.fsum(given), float(len(given))),
-        "reward/std": StandardDeviation(tuple(given)),
+        "reward/mean": Mean(math.fsum(raw), float(len(raw))),
+        "reward/std": StandardDeviation(tuple(raw)),
         "reward/shaped_mean": Mean(math.fsum(shaped), float(len(shaped))),
         "reward/group_zero_std_frac": Mean(float(flat), float(num_groups)),
     }

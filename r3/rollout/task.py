@@ -54,10 +54,10 @@ class Task:
         """End what environments and reward functions started."""
         self.conversation_setup.environments.close()
         self.scorer.close()
-        for each in self.heldout:
-            each.scorer.close()
-            if each.conversation_setup is not self.conversation_setup:
-                each.conversation_setup.environments.close()
+        for heldout in self.heldout:
+            heldout.scorer.close()
+            if heldout.conversation_setup is not self.conversation_setup:
+                heldout.conversation_setup.environments.close()
 
 
 def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
@@ -68,8 +68,8 @@ def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
         config, shape, world_size, host_gib(), ranks=ranks, on_gpu=has_gpu()
     )
     if size := device_gib():
-        found, _ = planner.memory_problems(config, shape, world_size, size)
-        problems = found + problems
+        unfit, _ = planner.memory_problems(config, shape, world_size, size)
+        problems = unfit + problems
     return problems
 
 

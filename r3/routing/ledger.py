@@ -94,13 +94,13 @@ def admit(
     fault = next(
         filter(None, (_fault(rollout, policy_versions, num_experts) for rollout in rollouts)), ""
     )
-    found = captured_rows(rollouts)
-    first_missing = next(filter(None, (_missing(each, moe_layers) for each in rollouts)), "")
-    everybody = world.all_gather_object((fault, first_missing, found["routing/coverage"]))
+    rows = captured_rows(rollouts)
+    first_missing = next(filter(None, (_missing(rollout, moe_layers) for rollout in rollouts)), "")
+    everybody = world.all_gather_object((fault, first_missing, rows["routing/coverage"]))
     if faults := [text for text, *_ in everybody if text]:
         raise RouteError(faults[0])
     if not (first := next((text for _, text, _ in everybody if text), "")):
-        return found if moe_layers else {}
+        return rows if moe_layers else {}
     if on_missing == "error":
         raise RouteError(f"{first}. Set replay.on_missing=live to route such tokens live")
     expected = sum(part.count for *_, part in everybody)
@@ -110,7 +110,7 @@ def admit(
             f"only {coverage:.4%} of the step's {int(expected)} rows of routes were captured, "
             f"replay.min_coverage is {min_coverage:.4%}; the first missing: {first}"
         )
-    return found if moe_layers else {}
+    return rows if moe_layers else {}
 
 
 def raise_together(fault: str, world: Axis) -> None:

@@ -321,14 +321,14 @@ class Replay:
         """
         if self.mode != "replay":
             return
-        found, own = routed_experts_NLK.shape[1], self._layers(None)
-        given = own if found == len(own) else self.moe_layers
-        assert found == len(given), (
-            f"routes of {found} layers; this rank has routers in {len(own)}, "
+        count, own = routed_experts_NLK.shape[1], self._layers(None)
+        numbers = own if count == len(own) else self.moe_layers
+        assert count == len(numbers), (
+            f"routes of {count} layers; this rank has routers in {len(own)}, "
             f"the model in {len(self.moe_layers)}"
         )
         layers = self._layers(model)
-        routes = [routed_experts_NLK[:, given.index(layer)] for layer in layers]
+        routes = [routed_experts_NLK[:, numbers.index(layer)] for layer in layers]
         planned = self.plan(routes) if self.plan and layers else [None] * len(layers)
         for layer, routes_NK, sizes in zip(layers, routes, planned, strict=True):
             self.taps[layer].load(

@@ -205,12 +205,12 @@ def _sharded_weights(chunks: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
 
 def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool) -> dict[str, Any]:
     state = _sharded_weights(policy.chunks, mesh)
-    for each in chained(policy.optimizer):
-        each.get_parameter_state_dp_zero = partial(gathered_state, each)
+    for member in chained(policy.optimizer):
+        member.get_parameter_state_dp_zero = partial(gathered_state, member)
     of_model = state if len(policy.chunks) > 1 else state["model"]
     state["optimizer"] = {
-        str(i): each.sharded_param_state_fully_reshardable(of_model, loading, _metadata(mesh))
-        for i, each in enumerate(chained(policy.optimizer))
+        str(i): member.sharded_param_state_fully_reshardable(of_model, loading, _metadata(mesh))
+        for i, member in enumerate(chained(policy.optimizer))
     }
     return state
 
@@ -231,7 +231,7 @@ def _tensors(sharded: dict[str, Any]) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    return (each for each in nested_values(sharded) if isinstance(each, ShardedTensor))
+    return (value for value in nested_values(sharded) if isinstance(value, ShardedTensor))
 
 
 def _detach_from(policy: Policy, sharded: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ class Checkpointer:
             shards=shards,
             files=own_files,
             private={
-                name: kept for each in self._parts for name, kept in each.state_dict().items()
+                name: kept for part in self._parts for name, kept in part.state_dict().items()
             },
             facts={
                 "step": step,

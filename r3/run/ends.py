@@ -156,8 +156,8 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
     where = "" if _OF_A_RANK.match(str(error)) else f" on rank {rank}"
     if isinstance(error, (*EXPLAINED, FloatingPointError, SaveError)):
         lines = [f"{type(error).__name__}{where}: {error}"]
-    elif found := extras.exhausted(error, where):
-        lines = found
+    elif explained := extras.exhausted(error, where):
+        lines = explained
     else:
         frames = traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:]
         lines = [f"{type(error).__name__}{where}: {error}"]

@@ -171,7 +171,7 @@ def read_jsonl(path: Path, notes: list[str] | None = None) -> list[dict[str, Any
 
 def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
     """Return the lines of a jsonl file that are not empty: number, and object or what is wrong."""
-    found: list[tuple[int, dict[str, Any] | str]] = []
+    rows: list[tuple[int, dict[str, Any] | str]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -179,15 +179,15 @@ def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             # Also UnicodeDecodeError: a line may end inside a character.
-            found.append((number, str(error)))
+            rows.append((number, str(error)))
             continue
         if not isinstance(row, dict):
             # Late: the process that watches a rank has no packages, which r3.config imports.
             from r3.config.arguments import kind_of
 
             row = f"{kind_of(row)}, not an object"
-        found.append((number, row))
-    return found
+        rows.append((number, row))
+    return rows
 
 
 def read_metrics(path: Path, notes: list[str] | None = None) -> list[dict[str, float]]:
@@ -266,7 +266,7 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 def samples_after(run_dir: RunDir, step: int) -> list[Path]:
     """Files with rollouts and evaluation samples of later steps."""
     files = [*run_dir.path.glob("rollouts/step_*"), *run_dir.path.glob("eval/step_*")]
-    return [each for each in files if (at := _STEP.match(each.name)) and int(at[1]) > step]
+    return [file for file in files if (at := _STEP.match(file.name)) and int(at[1]) > step]
 
 
 def owner_of(path: Path) -> str:

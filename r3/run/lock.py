@@ -170,7 +170,7 @@ def require_free(folder: Path) -> None:
 
     Changes nothing.
     """
-    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK):
         if os.statvfs(above).f_flag & os.ST_RDONLY:
             raise unusable(folder, OSError(errno.EROFS, f"{above} is read-only"))

@@ -266,20 +266,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _faults(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
     """Return one line per file that is not as it was written."""
-    found = []
+    faults = []
     for name in names:
         expected = manifest.files[name]
         try:
             size = os.stat(folder / name).st_size
             if size != expected.size:
-                found.append(f"{name} has {size} bytes, not {expected.size}")
+                faults.append(f"{name} has {size} bytes, not {expected.size}")
             elif measure(folder / name) != expected:
-                found.append(f"{name} has other content than was written (SHA-256 differs)")
+                faults.append(f"{name} has other content than was written (SHA-256 differs)")
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            faults.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+            faults.append(f"{name} cannot be read: {error.strerror}")
+    return faults
 
 
 def run_id_of(folder: Path) -> str:
@@ -325,28 +325,28 @@ def damage_of(folder: Path, step: int, world: Axis, *, state: RunState | None = 
             mine = look()
         except DamageError as error:
             mine = [str(error)]
-        if found := [fault for part in world.all_gather_object(mine) for fault in part]:
-            return list(dict.fromkeys(found))  # every rank misses the same manifest
+        if faults := [fault for part in world.all_gather_object(mine) for fault in part]:
+            return list(dict.fromkeys(faults))  # every rank misses the same manifest
     return []
 
 
 def _strangers(manifest: Manifest, step: int, state: RunState | None) -> list[str]:
     """Why this is not a checkpoint of that step of that run."""
-    found = []
+    faults = []
     if manifest.step != step:
-        found.append(f"it is of step {manifest.step}, not {step}")
+        faults.append(f"it is of step {manifest.step}, not {step}")
     if state is None:
-        return found
+        return faults
     # A checkpoint without an id was written after run.json had been removed in mid-run.
     if manifest.run_id and manifest.run_id != state.run_id:
-        found.append(f"it is of run {manifest.run_id}, not {state.run_id}")
+        faults.append(f"it is of run {manifest.run_id}, not {state.run_id}")
     elif any(name.endswith(_PICKLES) for name in manifest.files):
         if not manifest.is_signed_with(state.key_bytes):
-            found.append(
+            faults.append(
                 "it holds suspended conversations, whose environments are pickles, and is not "
                 "signed with the key in run.json; R3 does not unpickle what others may have written"
             )
-    return found
+    return faults
 
 
 def summary(folder: Path, damage: Sequence[str]) -> str:

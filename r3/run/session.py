@@ -278,7 +278,7 @@ def begin(prepared: Prepared) -> Iterator[Session]:
     try:
         run = _build(prepared)
         base, *differences = prepared.invocation.differences
-        settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
+        settings = [f"settings   {base}", *(f"         {difference}" for difference in differences)]
         run.meter.console.header(
             [*settings, *extras.header(config, task, run.mesh, run.device, run.opened)]
         )
@@ -357,7 +357,7 @@ def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -
     """
     # The folder of the run may have several names.
     settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
-    sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
+    sets = (task.prompts.prompts, *(heldout.prompts for heldout in task.heldout))
     mine = {
         "step to begin after": opened.step,
         "settings": _digest(f"{name} {value}" for name, value in settings.items()),

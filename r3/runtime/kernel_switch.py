@@ -20,20 +20,20 @@ REMOVED = ("sampled_attention", "sampled_experts")
 
 
 @cache
-def chosen(words: str) -> frozenset[str]:
+def chosen(value: str) -> frozenset[str]:
     """Return the names in a value of R3_KERNELS: all, none, or names with commas between them.
 
     Raises:
         ConfigError: a word is not the name of a kernel.
     """
-    names = [word.strip() for word in words.split(",")]
+    names = [word.strip() for word in value.split(",")]
     if names in (["all"], [""]):
         return frozenset(KERNELS)
     unknown = [name for name in names if name not in KERNELS + REMOVED]
     if names != ["none"] and unknown:
         known = ", ".join(KERNELS)
         rule = f"{', '.join(map(repr, unknown))}: no kernel has this name"
-        raise ConfigError.of(VARIABLE, words, rule, f"use all, none or some of {known}")
+        raise ConfigError.of(VARIABLE, value, rule, f"use all, none or some of {known}")
     return frozenset(names) & frozenset(KERNELS)
 
 
@@ -45,11 +45,11 @@ def is_on(name: str) -> bool:
 
 def switch_notes() -> list[str]:
     """Names in R3_KERNELS that have no effect."""
-    words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
+    names = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
     return [
         f"{VARIABLE} names {name}: this kernel was removed, and vLLM's kernel computes"
         for name in REMOVED
-        if name in words
+        if name in names
     ]
 
 

@@ -25,22 +25,22 @@ def too_small() -> list[tuple[str, str, str, str]]:
     """The limits of this process with which no run comes to its first step: name, value, what is
     wrong, and what to do.
     """
-    found = []
+    limits = []
     files, addresses = (
         resource.getrlimit(kind)[place]
         for kind, place in ((resource.RLIMIT_NOFILE, 1), (resource.RLIMIT_AS, 0))
     )
     if 0 <= files < _LEAST_FILES:
         rule = f"a rank may open {files} files and needs at least {_LEAST_FILES}"
-        found.append(("ulimit -n", str(files), rule, "raise the hard limit to 1024 or more"))
+        limits.append(("ulimit -n", str(files), rule, "raise the hard limit to 1024 or more"))
     if 0 <= addresses < _LEAST_ADDRESSES_GIB * _GIB:
         rule = (
             f"limits the address space to {addresses / _GIB:.2f} GiB; libraries, engine and policy "
             f"of a rank map at least {_LEAST_ADDRESSES_GIB:g} GiB"
         )
         fix = "ulimit -v unlimited; limit memory by a control group instead"
-        found.append(("ulimit -v", str(addresses // 1024), rule, fix))
-    return found
+        limits.append(("ulimit -v", str(addresses // 1024), rule, fix))
+    return limits
 
 
 def host_gib(root: Path = Path("/")) -> float:

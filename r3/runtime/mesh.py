@@ -130,8 +130,8 @@ class Mesh:
 
         Context and sequence parallelism divide them into equal parts.
         """
-        each = 2 * self.cp.size if self.cp.size > 1 else 1
-        return each * self.tp.size, each
+        of_sequence = 2 * self.cp.size if self.cp.size > 1 else 1
+        return of_sequence * self.tp.size, of_sequence
 
 
 def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:

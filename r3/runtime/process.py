@@ -26,7 +26,7 @@ def addresses(host: str) -> list[str]:
     """The addresses of a host; none if its name does not resolve."""
     try:
         return [
-            str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
         ]
     except OSError:
         return []
@@ -37,14 +37,14 @@ def is_leader() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def start_command(words: str) -> str:
+def start_command(arguments: str) -> str:
     """The command that starts this program with other words, as this process was started."""
     # launch/ and `r3.train` set R3_RESUME. Without it, torchrun or Python started a program.
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
     program = "-m r3" if Path(sys.argv[0]).name == "__main__.py" else sys.argv[0]
     by_hand = f"{launcher} {program} --from RUN_DIR"
-    return os.environ.get("R3_RESUME", by_hand).replace("--from RUN_DIR", words)
+    return os.environ.get("R3_RESUME", by_hand).replace("--from RUN_DIR", arguments)
 
 
 def die_with_parent(parent: int) -> None:

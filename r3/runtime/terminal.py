@@ -91,7 +91,7 @@ def visible(text: object) -> str:
     """The text with its control characters as escapes: a model's output moves no cursor, changes no
     colour or title, and does not reverse the text next to it.
     """
-    return _OBEYED.sub(lambda each: ascii(each[0])[1:-1], str(text))
+    return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def say(text: object, *, error: bool = False, end: str = "\n", continues: bool = False) -> None:

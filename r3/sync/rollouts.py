@@ -116,7 +116,7 @@ def distribute(
     """
     moe_layers = shape.moe_layers if spec.captured else ()
     rows = ledger.admit(
-        [each.rollout for each in samples],
+        [sample.rollout for sample in samples],
         mesh.world,
         moe_layers=moe_layers,
         num_experts=shape.num_experts,
@@ -124,11 +124,11 @@ def distribute(
         on_missing=spec.on_missing,
         min_coverage=spec.min_coverage,
     )
-    samples = [_with_smallest_routes(each, shape.num_experts) for each in samples]
+    samples = [_with_smallest_routes(sample, shape.num_experts) for sample in samples]
     lengths = gather_lengths(samples, mesh.world, spec)
-    multiple, each = mesh.length_multiples
+    multiple, of_sequence = mesh.length_multiples
     plan = packing.plan_updates(
-        [-(-length.tokens // each) * each for length in lengths],
+        [-(-length.tokens // of_sequence) * of_sequence for length in lengths],
         [length.key[0] for length in lengths],
         num_updates=spec.num_updates,
         num_ranks=mesh.dp.size,
@@ -138,7 +138,7 @@ def distribute(
     wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
     places = [moe_layers.index(layer) for layer in wanted]
     by_key = _send_by_plan(samples, lengths, plan, mesh, places)
-    received = {i: by_key[each.key] for i, each in enumerate(lengths) if each.key in by_key}
+    received = {i: by_key[length.key] for i, length in enumerate(lengths) if length.key in by_key}
     batches = [
         _batch(update, lengths, received, mesh, shape, spec, num_layers=len(places))
         for update in plan
@@ -193,11 +193,11 @@ def gather_lengths(samples: Sequence[Sample], world: Axis, spec: PackingSpec) ->
     """Return the lengths of all rollouts of the step, by key. All ranks must call."""
     own = [
         Length(
-            key=each.rollout.key,
-            tokens=len(each.rollout.tokens_T),
-            loss_tokens=each.rollout.num_response_tokens if spec.trains(each.rollout) else 0,
+            key=sample.rollout.key,
+            tokens=len(sample.rollout.tokens_T),
+            loss_tokens=sample.rollout.num_response_tokens if spec.trains(sample.rollout) else 0,
         )
-        for each in samples
+        for sample in samples
     ]
     lengths = [length for part in world.all_gather_object(own) for length in part]
     lengths.sort(key=lambda length: length.key)
@@ -252,7 +252,7 @@ def send_samples(
         for rank in destinations[rollout.key]:
             sent = Received(sample, sums)
             outgoing[rank].append(_of_layers(sent, layers_of[rank]) if layers_of else sent)
-    messages = world.all_to_all_bytes([pickle.dumps(each) if each else b"" for each in outgoing])
+    messages = world.all_to_all_bytes([pickle.dumps(part) if part else b"" for part in outgoing])
     received = {each.sample.rollout.key: each for message in messages for each in decode(message)}
     expected = {key for key, ranks in destinations.items() if world.rank in ranks}
     assert received.keys() == expected, (
@@ -307,7 +307,7 @@ def pack_for(
         num_layers: layers in their routes; 0 = no routes.
         spec: of the step; None: there is none.
     """
-    multiple, each = mesh.length_multiples
+    multiple, of_sequence = mesh.length_multiples
     versions = spec.policy_versions if spec else None
     return packing.pack(
         [*rollouts.values()],
@@ -316,7 +316,7 @@ def pack_for(
         num_layers=num_layers,
         topk=shape.topk if num_layers else 0,
         multiple=multiple,
-        sequence_multiple=each,
+        sequence_multiple=of_sequence,
         policy_version=versions[-1] if versions else None,
         trains=[spec is None or spec.trains(one) for one in rollouts.values()],
         restricted=spec is not None and spec.restricted,

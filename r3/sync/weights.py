@@ -194,7 +194,7 @@ class WeightStream:
                 and slot.tensor.dtype == buffer.dtype
             ), f"{slot.name} is in none of the shared buffers"
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
-            of_slot = {each.name: getattr(slot, each.name) for each in fields(Shard)}
+            of_slot = {declared.name: getattr(slot, declared.name) for declared in fields(Shard)}
             yield PlacedShard(**of_slot, buffer=number, offset=offset)
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:

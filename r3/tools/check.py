@@ -38,9 +38,9 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
     prompts = [prompt for prompts in sets for prompt in prompts]
     longest = max(len(prompt.tokens_T) for prompt in prompts)
     held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in task.heldout)
-    learned = sum(end - first for each in task.prompts.prompts for first, end in each.spans)
+    learned = sum(end - first for prompt in task.prompts.prompts for first, end in prompt.spans)
     if learned:
-        tokens = sum(len(each.tokens_T) for each in task.prompts.prompts)
+        tokens = sum(len(prompt.tokens_T) for prompt in task.prompts.prompts)
         yield (
             f"ok: {len(task.prompts)} conversations of {tokens} tokens, {learned} of them learned"
             f"{held_out}; longest {longest} tokens"
@@ -60,7 +60,7 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
 
 def check_functions(task: Task, algo: AlgoConfig) -> Iterator[str]:
     """The lines of `check_task` about environments, rewards and users' algorithms."""
-    learned = any(each.spans for each in task.prompts.prompts)
+    learned = any(prompt.spans for prompt in task.prompts.prompts)
     if task.prompts.prompts and not learned:
         for setup, prompts in task.conversation_setup.split(task.prompts.prompts):
             yield from _check_environment(setup, prompts[0])
@@ -76,16 +76,16 @@ def check_functions(task: Task, algo: AlgoConfig) -> Iterator[str]:
 def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
     for role, spec in algo.own_functions.items():
         findings = run_contract(algo, role)
-        if broken := [each for each in findings if each.fault and each.required]:
+        if broken := [finding for finding in findings if finding.fault and finding.required]:
             fix = "correct the function; python -m r3.check_loss shows every check"
             raise ConfigError(
                 [
-                    Problem(f"algo.{role}", spec, f"breaks {each.claim!r}: {each.fault}", fix)
-                    for each in broken
+                    Problem(f"algo.{role}", spec, f"breaks {finding.claim!r}: {finding.fault}", fix)
+                    for finding in broken
                 ]
             )
         yield f"    algo.{role} {spec}: passes the contract of the built-in ones"
-        yield from (f"    note: {each.fault}" for each in findings if each.fault)
+        yield from (f"    note: {finding.fault}" for finding in findings if finding.fault)
 
 
 def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") -> Iterator[str]:
@@ -157,19 +157,19 @@ def _check_reward(
             yield f"    {who}reward: not called, because {prompt.id} has no reference answer"
             continue
         result = scorer.trial(reference_rollout(task, prompt), prompt)
-        for each in (component.of(prompt) for component in scorer.components):
-            if each.lacks:
-                yield f"    {who}reward {each.name}: not called, because {each.lacks}"
+        for choice in (component.of(prompt) for component in scorer.components):
+            if choice.lacks:
+                yield f"    {who}reward {choice.name}: not called, because {choice.lacks}"
         if result is None:
             continue
         yield _scored(result, scorer, prompt, who, may_reward=may_reward)
         if result.failure or scorer.deciding not in result.parts or _value(result, scorer) > 0:
             continue
         # One row may be odd. A few more tell whether the function fits the data at all.
-        tried = [each for each in prompts if scorer.path(each) == path and each.answer]
+        tried = [prompt for prompt in prompts if scorer.path(prompt) == path and prompt.answer]
         tried = tried[:_REFERENCES]
-        results = [scorer.trial(reference_rollout(task, each), each) for each in tried]
-        if (most := max(_value(each, scorer) for each in results if each)) <= 0:
+        results = [scorer.trial(reference_rollout(task, prompt), prompt) for prompt in tried]
+        if (most := max(_value(result, scorer) for result in results if result)) <= 0:
             yield (
                 f"    warning: {who}the reference answers of the first {len(tried)} rows are worth "
                 f"{most:g} at most. {scorer.deciding} may not fit the data: it may expect another "

@@ -25,21 +25,21 @@ def check_messages(task: Task) -> Iterator[str]:
     yield from _control_tokens(task.conversation_setup.renderer, prompts)
     if prompts and prompts[0].spans:
         yield from _learned(task.tokenizer, prompts[0])
-    setups = {id(each): each for each in (task.conversation_setup, *_held_out(task))}
+    setups = {id(setup): setup for setup in (task.conversation_setup, *_held_out(task))}
     for setup in setups.values():
-        rows = [*prompts, *(prompt for each in task.heldout for prompt in each.prompts)]
+        rows = [*prompts, *(prompt for heldout in task.heldout for prompt in heldout.prompts)]
         tools = next((row.tools for row in rows if row.tools), setup.environments.tools)
         if tools and not (prompts and prompts[0].spans):
             yield from call_lines(setup, tools)
 
 
 def _held_out(task: Task) -> Iterator[ConversationSetup]:
-    return (each.conversation_setup for each in task.heldout)
+    return (heldout.conversation_setup for heldout in task.heldout)
 
 
 def _control_tokens(renderer: Renderer, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Rows that hold text of a chat template: often whole conversations, rendered already."""
-    held = [each for each in prompts if renderer.marked(each.messages) != list(each.messages)]
+    held = [row for row in prompts if renderer.marked(row.messages) != list(row.messages)]
     if held:
         yield (
             f"    note: {len(held)} of {len(prompts)} rows hold a control token of the chat "
@@ -54,8 +54,8 @@ def _learned(tokenizer: Any, row: Prompt) -> Iterator[str]:
     text = tokenizer.decode(row.tokens_T[first:end])
     yield f"    learned first in {row.id}: {_short(text)}"
     message = next(filter(is_learned, row.messages), {"content": row.answer})
-    before, found, _ = text.partition(message["content"] or text)
-    if found and before.strip() and "reasoning" not in message:
+    before, content, _ = text.partition(message["content"] or text)
+    if content and before.strip() and "reasoning" not in message:
         yield (
             f"    note: the chat template writes {_short(before)} before the message, and it is "
             "learned. data.template_kwargs may change it"
@@ -65,7 +65,7 @@ def _learned(tokenizer: Any, row: Prompt) -> Iterator[str]:
 def call_lines(setup: ConversationSetup, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A note if the parser does not read a call as the chat template writes it."""
     properties = tools[0].get("function", tools[0]).get("parameters", {}).get("properties", {})
-    kinds = {name: each.get("type") for name, each in properties.items()}
+    kinds = {name: declared.get("type") for name, declared in properties.items()}
     values = {name: _VALUES[kind] for name, kind in kinds.items() if str(kind) in _VALUES}
     call = {"name": tool_name(tools[0]), "arguments": values}
     renderer = setup.renderer

@@ -161,8 +161,8 @@ def _loss_constants(loss: _LossOfInputs, inputs: LossInputs) -> None:
     )
     if not loss_N.requires_grad:
         return
-    found = torch.autograd.grad(loss_N.sum(), list(others.values()), allow_unused=True)
-    for name, gradient in zip(others, found, strict=True):
+    gradients = torch.autograd.grad(loss_N.sum(), list(others.values()), allow_unused=True)
+    for name, gradient in zip(others, gradients, strict=True):
         if gradient is not None and bool((gradient != 0).any()):
             raise _Fault(
                 f"a gradient would reach {name}. R3 passes it without one; to be safe write "

@@ -44,9 +44,9 @@ def fetch_small(path: str) -> Path:
     Raises:
         ShapeError: they are neither in the cache nor to be had.
     """
-    if isinstance(found := _fetched(path), ShapeError):
-        raise found
-    return found
+    if isinstance(content := _fetched(path), ShapeError):
+        raise content
+    return content
 
 
 def fetch_weights(path: str, say: Callable[[str], None]) -> None:
@@ -146,7 +146,7 @@ def _sizes(path: str) -> dict[str, int]:
 
     repo, revision = parsed(path)
     info = _ask(path, lambda: HfApi().model_info(repo, revision=revision, files_metadata=True))
-    return {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 def _ask(path: str, request: Callable[[], T]) -> T:
@@ -186,7 +186,7 @@ def _ask(path: str, request: Callable[[], T]) -> T:
 def _require_room(path: str, size: int) -> None:
     """Raise ShapeError if the disk of the cache has no room for so many bytes."""
     folder = cache_folder()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     if size + _KEPT_FREE > free:
         rule = f"{_gib(size)} are to be downloaded, and the disk of {folder} has {_gib(free)} free"

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 # has one per token too: token t of all has so many of `kept_ids`, in their order.
 _PER_TOKEN = {"tokens": "tokens_T", "loss_mask": "loss_mask_T", "logprobs": "logprobs_T"}
 _FACTS = tuple(
-    each.name
-    for each in fields(Rollout)
-    if each.name not in (*_PER_TOKEN.values(), "routed_experts", "sampling_mask")
+    field.name
+    for field in fields(Rollout)
+    if field.name not in (*_PER_TOKEN.values(), "routed_experts", "sampling_mask")
 )
 
 
@@ -147,7 +147,7 @@ def record_samples(
         show_samples(run.meter, step, dumped)
     if shows:
         item = trained[step // log.show_every % len(trained)]  # each time another place
-        prompt = next((each for each in prompts if each.id == item.rollout.prompt_id), None)
+        prompt = next((prompt for prompt in prompts if prompt.id == item.rollout.prompt_id), None)
         run.meter.console.show(conversation(sample_of(0, row_of(item, prompt))))
 
 
@@ -159,10 +159,10 @@ def trained_samples(
     Args:
         filters: truncated samples had no loss.
     """
-    place_of = {each.key: place for place, each in enumerate(rewards)}
+    place_of = {reward.key: place for place, reward in enumerate(rewards)}
     return [
         TrainedSample(
-            **{each.name: getattr(sample, each.name) for each in fields(Sample)},
+            **{field.name: getattr(sample, field.name) for field in fields(Sample)},
             shaped_reward=rewards[place].shaped,
             advantage=float(advantages_R[place]),
             trains=not (filters and sample.rollout.is_truncated),
@@ -188,7 +188,7 @@ def dump_rollouts(
     Returns:
         The dumped rows on rank 0, nothing on others or if there is no file.
     """
-    keys = world.all_gather_object([each.rollout.key for each in samples])
+    keys = world.all_gather_object([sample.rollout.key for sample in samples])
     everything = send_samples(samples, {key: [0] for part in keys for key in part}, world)
     if world.rank != 0:
         return []

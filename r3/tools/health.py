@@ -76,7 +76,7 @@ def measure(device: Device, world: Axis, folder: Path) -> list[Facts]:
         folder: of the run; it need not exist.
     """
     ring, rate = _ring(device, world)
-    above = next(each for each in folder.absolute().parents if each.is_dir())
+    above = next(path for path in folder.absolute().parents if path.is_dir())
     mine = Facts(
         host=socket.gethostname(),
         device=f"{device.name()} {device.local_rank}",
@@ -160,10 +160,10 @@ def _device_problems(everybody: Sequence[Facts]) -> list[str]:
 def _version_problems(everybody: Sequence[Facts]) -> list[str]:
     first = everybody[0]
     return [
-        f"{name} is {found} on {facts.host} and {version} on {first.host}"
+        f"{name} is {own} on {facts.host} and {version} on {first.host}"
         for facts in {facts.host: facts for facts in everybody}.values()
         for name, version in first.versions.items()
-        if (found := facts.versions.get(name, "missing")) != version
+        if (own := facts.versions.get(name, "missing")) != version
     ]
 
 
@@ -219,7 +219,7 @@ def _disk_problem(folder: Path, world: Axis) -> str:
 
 
 def _versions(device: Device) -> dict[str, str]:
-    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    installed = {package.name.lower(): package.version for package in metadata.distributions()}
     return {
         "r3": r3.__version__,
         "Python": platform.python_version(),

@@ -23,7 +23,7 @@ _ABOUT = (
     "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
     "Start several ranks with torchrun --nproc_per_node N, or with launch/local.sh.",
 )
-SECTIONS = tuple(each.name for each in fields(Config))
+SECTIONS = tuple(section.name for section in fields(Config))
 TOPICS = (*SECTIONS, "all", "columns")
 """Words that --help takes."""
 COLUMNS_MEAN = {
@@ -38,7 +38,7 @@ def overview() -> str:
     """The help for which no preset is needed: usage, presets and sections."""
     presets = {name: build.__doc__ or "" for name, build in PRESETS.items()}
     hints = get_type_hints(Config)
-    sections = {each.name: hints[each.name].__doc__ or "" for each in fields(Config)}
+    sections = {section.name: hints[section.name].__doc__ or "" for section in fields(Config)}
     about = [textwrap.fill(text, width()) for text in _ABOUT]
     presets_and_sections = ["presets", *_list(presets), "", "sections", *_list(sections)]
     return "\n".join([_text("usage.txt"), *about, "", *presets_and_sections])
@@ -94,9 +94,9 @@ def settings(name: str, config: Config, topics: Collection[str] = ()) -> str:
         for full, setting in SETTINGS.items()
         if "all" in topics
         or full.partition(".")[0] in topics
-        or (not topics and any(each[full] != defaults[full] for each in of_presets))
+        or (not topics and any(preset[full] != defaults[full] for preset in of_presets))
     }
-    sections = [each for each in topics if each != "all"]
+    sections = [topic for topic in topics if topic != "all"]
     what = f"All settings of {', '.join(sections)}" if sections else "All settings"
     what = what if topics else "The settings that presets use"
     intro = f"{what}. Defaults are those of {name or 'an empty preset'}."

@@ -16,7 +16,7 @@ from r3.types import Rollout, Sample
 
 def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Sample]:
     """This rank's share of rollouts that every rank has."""
-    return [Sample(rollout=each) for each in rollouts[rank::size]]
+    return [Sample(rollout=rollout) for rollout in rollouts[rank::size]]
 
 
 def pass_figures(policy: Policy, scores: TokenScores) -> dict[str, float]:

@@ -37,9 +37,9 @@ def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
         SyncError: on every rank: an engine holds other weights than the policy somewhere.
     """
     assert not engine.is_asleep, "the proof of weights reads an engine that is awake"
-    found = compare(engine.llm, stream.read_blocks(), engine.shape)
+    comparison = compare(engine.llm, stream.read_blocks(), engine.shape)
     for rank, (different, uncompared) in enumerate(
-        mesh.world.all_gather_object((found.different, found.uncompared))
+        mesh.world.all_gather_object((comparison.different, comparison.uncompared))
     ):
         if different:
             raise SyncError(
@@ -53,7 +53,7 @@ def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
                 f"rank {rank}: parameters of the engine were compared with nothing: "
                 f"{', '.join(uncompared[:8])}"
             )
-    return found.equal
+    return comparison.equal
 
 
 def prove_sync(
@@ -142,7 +142,7 @@ def _largest(differences: list[tuple[np.ndarray, np.ndarray]], share: float) -> 
     """
     columns = [np.concatenate(tokens) for tokens in zip(*differences, strict=True)]
     return np.array(
-        [np.quantile(each, share, method="lower") if len(each) else 0.0 for each in columns]
+        [np.quantile(column, share, method="lower") if len(column) else 0.0 for column in columns]
         or [0.0, 0.0]
     )
 

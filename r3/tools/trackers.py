@@ -116,8 +116,8 @@ class Mlflow:
 
         self._client = MlflowClient()
         self._metric = Metric
-        found = self._client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        known = self._client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self._client.create_experiment(project)
         runs = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run_id}'")
         if runs:
             self._id = runs[0].info.run_id

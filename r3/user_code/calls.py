@@ -85,9 +85,9 @@ def _copied(value: Any) -> Any:
     if kind in _UNCHANGEABLE:
         return value
     if kind is list:
-        return [_copied(each) for each in value]
+        return [_copied(entry) for entry in value]
     if kind is tuple:
-        return tuple([_copied(each) for each in value])
+        return tuple([_copied(entry) for entry in value])
     if kind is Prompt:
         return replace(
             value,
@@ -96,7 +96,7 @@ def _copied(value: Any) -> Any:
             tools=_copied(value.tools),
         )
     if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(entry) for key, entry in value.items()}
     return copy.deepcopy(value)
 
 
@@ -106,19 +106,19 @@ def number(value: Any) -> float:
     Raises:
         ValueError: it is something else, or not finite.
     """
-    found = value
+    scalar = value
     # numpy's and torch's scalars, booleans included; an array of one number is none.
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        found = value.item()
-    if not isinstance(found, Real | Decimal):
+        scalar = value.item()
+    if not isinstance(scalar, Real | Decimal):
         raise ValueError(f"{value!r}, not a number")
     try:
-        is_finite = math.isfinite(found)
+        is_finite = math.isfinite(scalar)
     except OverflowError:  # an integer beyond all floats
         is_finite = False
     if not is_finite:
         raise ValueError(f"{value}, not a finite number")
-    return float(found)
+    return float(scalar)
 
 
 def flag(value: Any) -> bool:
@@ -127,10 +127,10 @@ def flag(value: Any) -> bool:
     Raises:
         ValueError: it is something else: a text such as "false" would count as true.
     """
-    found = number(value)
-    if found not in (0.0, 1.0):
+    figure = number(value)
+    if figure not in (0.0, 1.0):
         raise ValueError(f"{value!r}, neither True nor False")
-    return bool(found)
+    return bool(figure)
 
 
 def awaited(value: Any) -> Any:

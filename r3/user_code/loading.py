@@ -175,7 +175,7 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
             raise Fault(f"{path} calls sys.exit({code}) while it is imported") from None
         finally:
             new = {name: sys.modules[name] for name in sys.modules.keys() - others}
-            _beside.update(name for name, each in new.items() if _is_beside(each, path))
+            _beside.update(name for name, module in new.items() if _is_beside(module, path))
     return getattr(sys.modules[module_name], name)
 
 
@@ -205,14 +205,14 @@ class _Finder(MetaPathFinder):
             return None
         if file and not dot:
             return spec_from_file_location(name, file, loader=_Loader(name, str(file), folder))
-        found = PathFinder.find_spec(name if dot else known[1], path or [str(folder)])
-        if found is None or not isinstance(found.loader, SourceFileLoader):
-            return found
+        spec = PathFinder.find_spec(name if dot else known[1], path or [str(folder)])
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return spec
         return spec_from_file_location(
             name,
-            found.loader.path,
-            loader=_Loader(name, found.loader.path, folder),
-            submodule_search_locations=found.submodule_search_locations,
+            spec.loader.path,
+            loader=_Loader(name, spec.loader.path, folder),
+            submodule_search_locations=spec.submodule_search_locations,
         )
 
 
@@ -280,9 +280,9 @@ _caches: list[Callable[[], None]] = []
 
 def cached(function: Function) -> Function:
     """As `functools.cache`, for functions that load users' files, until `forget_files`."""
-    found = cache(function)
-    _caches.append(found.cache_clear)
-    return cast("Function", found)
+    cached_function = cache(function)
+    _caches.append(cached_function.cache_clear)
+    return cast("Function", cached_function)
 
 
 def forget_files() -> None:
@@ -383,13 +383,13 @@ class Wanted:
         self, signature: inspect.Signature, arguments: Mapping[str, Any], items_field: str
     ) -> None:
         """Raise ConfigError if the function cannot be called with these arguments of a setting."""
-        optional = {each: () for each in self.optional if each in signature.parameters}
+        optional = {key: () for key in self.optional if key in signature.parameters}
         try:
             signature.bind(*self.passed, **arguments, **optional)
         except TypeError as error:
             name = self.spec.rpartition(":")[2]
-            given = [*self.passed, *(f"{key}={value!r}" for key, value in arguments.items())]
-            rule = f"{name} cannot be called as {name}({', '.join(given)}): {error}"
+            listed = [*self.passed, *(f"{key}={value!r}" for key, value in arguments.items())]
+            rule = f"{name} cannot be called as {name}({', '.join(listed)}): {error}"
             fix = f"write `{self.definition}`{self.also}; --{items_field} sets further parameters"
             raise ConfigError.of(self.field, self.spec, rule, fix) from None
 
@@ -423,34 +423,34 @@ def load_functions(
     from r3.config.arguments import Taker, assigned
 
     problems: list[Problem] = []
-    found: list[tuple[Callable[..., Any], inspect.Signature] | None] = []
-    for each in wanted:
+    functions: list[tuple[Callable[..., Any], inspect.Signature] | None] = []
+    for want in wanted:
         try:
-            function = each.load()
-            found.append((function, inspect.signature(function)))
+            function = want.load()
+            functions.append((function, inspect.signature(function)))
         except ConfigError as error:
             problems += error.problems
-            found.append(None)
-    given, faults = assigned(
+            functions.append(None)
+    assignments, faults = assigned(
         items,
         [
             Taker(
-                name=each.name,
+                name=want.name,
                 signature=own and own[1],
-                passed=len(each.passed),
-                optional=each.optional,
+                passed=len(want.passed),
+                optional=want.optional,
             )
-            for each, own in zip(wanted, found, strict=True)
+            for want, own in zip(wanted, functions, strict=True)
         ],
     )
     problems += [Problem(items_field, *fault) for fault in faults]
     loaded = []
-    for each, own, arguments in zip(wanted, found, given, strict=True):
+    for want, own, arguments in zip(wanted, functions, assignments, strict=True):
         if own is None or faults:
             continue
         function, signature = own
         try:
-            each.require_call(signature, arguments, items_field)
+            want.require_call(signature, arguments, items_field)
         except ConfigError as error:
             problems += error.problems
         parameters = tuple(signature.parameters)

@@ -71,10 +71,10 @@ class Place:
         with suppress(queue.Empty):
             while True:
                 wait_s = 0.0 if ended else timeout_s
-                found = self._ended.get(block=wait_s > 0, timeout=wait_s)
-                if isinstance(found, BaseException):
-                    raise found
-                ended.append(found)
+                result = self._ended.get(block=wait_s > 0, timeout=wait_s)
+                if isinstance(result, BaseException):
+                    raise result
+                ended.append(result)
         return ended
 
     def close(self) -> None:

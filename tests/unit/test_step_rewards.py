@@ -111,7 +111,7 @@ def test_overlong_penalty_changes_the_advantage_only() -> None:
     # 20 tokens: the whole penalty. 16 of 20 with a buffer of 8: half of it.
     assert shaped(rewards) == [1.0, -0.5, 0.75, 0.0]
     assert advantages(rewards, config) == [0.75, -0.75, 0.375, -0.375]
-    assert [each.given for each in rewards] == [1.0, 0.0, 1.0, 0.0]
+    assert [each.raw for each in rewards] == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_overlong_penalty_counts_observations_as_the_limit_does() -> None:
@@ -263,7 +263,7 @@ def test_kl_is_taken_from_the_rewards_that_advantages_are_made_of() -> None:
     """An episode has the KL of all its sequences, and no KL changes nothing."""
     some = gathered(collected())
     less = less_kl(some, {0: 1.0, 1: 2.0, 3: -1.0}, 0.1)
-    assert [each.given for each in less] == [1.0, 0.0, 1.0, 0.0]
+    assert [each.raw for each in less] == [1.0, 0.0, 1.0, 0.0]
     assert shaped(less) == pytest.approx([0.9, -0.2, 1.0, 0.1], abs=1e-12)  # float64
     assert less_kl(some, {}, 0.1) == some
     parts = less_kl(gathered(episodes(own=False)), {0: 1.0, 1: 2.0, 2: 5.0}, 0.1)

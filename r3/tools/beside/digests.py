@@ -58,14 +58,14 @@ _SHAPES_LEARNING = {
 
 def changed_since(earlier: Digests, now: Digests) -> dict[str, list[str]]:
     """Return the names that differ, by group; groups that are not looked at now are left out."""
-    found = {}
+    changed = {}
     for group, names in now.items():
         before = earlier.get(group, {})
         if differ := [name for name in {**before, **names} if before.get(name) != names.get(name)]:
-            found[group] = differ
-    if {"data", "tokenizer", "template"} & found.keys():
-        found.pop("tokens", None)  # they follow from these
-    return found
+            changed[group] = differ
+    if {"data", "tokenizer", "template"} & changed.keys():
+        changed.pop("tokens", None)  # they follow from these
+    return changed
 
 
 def digests_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> Digests:
@@ -87,8 +87,8 @@ def digests_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
         "reward_model": {path: _folder(path) for path in [reward_model] if path},
         "code": {file: _digest([Path(file).read_bytes()]) for file in config.users_files},
         "evaluation": {
-            f"held-out set {each.settings.name}": _digest(map(_row, each.prompts))
-            for each in task.heldout
+            f"held-out set {heldout.settings.name}": _digest(map(_row, heldout.prompts))
+            for heldout in task.heldout
         },
         "versions": {"r3": r3.__version__, **_versions()},
     }
@@ -171,7 +171,7 @@ def require_same_digests(
         name for group in ("tokens", "code", "evaluation") for name in changed.get(group, ())
     ]
     for name in changed.get("versions", ()):
-        before, after = (each.get("versions", {}).get(name) for each in (earlier, now))
+        before, after = (digests.get("versions", {}).get(name) for digests in (earlier, now))
         others.append(f"{name} {before or 'none'} -> {after or 'none'}")
     if not others:
         return []
@@ -254,13 +254,13 @@ def _weights(path: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _json(value: Any) -> str:

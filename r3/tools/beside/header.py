@@ -91,7 +91,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, opened: Opene
         ("layout", _layout(config, task, mesh, device)),
         ("precision", precision),
         ("data", data),
-        *(("", each) for each in source_lines(config.data.path, prompts.read)),
+        *(("", line) for line in source_lines(config.data.path, prompts.read)),
         ("task", task_line if samples else ""),
         ("endpoint", _reached(config.env) if samples else ""),
         ("step", _step(config) if config.trains else ""),

@@ -24,7 +24,7 @@ def require_place(config: Config, *, launched: bool) -> None:
         launched: whether this process is to be a rank; otherwise a launcher starts them later.
     """
     if limits := too_small():
-        raise LaunchError([Problem(*each) for each in limits])
+        raise LaunchError([Problem(*limit) for limit in limits])
     require_others_in_reach(launched=launched)
     require_engines_within_machines(config)
 
@@ -58,9 +58,9 @@ def require_others_in_reach(*, launched: bool = True) -> None:
     if several and has_address and not named and not _inside(os.environ["MASTER_ADDR"]):
         own = addresses(name := socket.gethostname())
         if all(map(_inside, own)):  # gloo would give it to the others as its address
-            found = f"resolves to {own[0]}" if own else "does not resolve"
-            rule = f"other machines cannot reach this one: its name {name} {found}"
-            fix = f"name one of {', '.join(each for each in here if each != 'lo')}"
+            state = f"resolves to {own[0]}" if own else "does not resolve"
+            rule = f"other machines cannot reach this one: its name {name} {state}"
+            fix = f"name one of {', '.join(name for name in here if name != 'lo')}"
             problems.append(Problem("GLOO_SOCKET_IFNAME", named, rule, fix))
     if problems:
         raise LaunchError(problems)

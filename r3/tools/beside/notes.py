@@ -25,7 +25,7 @@ _UNTIMED_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none", "self_judge"}
 
 def notes_on(
     config: Config,
-    given: Collection[str] | None,
+    named: Collection[str] | None,
     shape: ModelShape | None,
     train: Sequence[Row],
     heldout: Sequence[Row],
@@ -33,24 +33,24 @@ def notes_on(
     """Every warning, each once.
 
     Args:
-        given: settings that the user named; None: all. A preset's own settings without effect are
+        named: settings that the user named; None: all. A preset's own settings without effect are
             not warned of.
         shape: of the model, if it can be read.
         train, heldout: rows of training and of the held-out sets, as far as they are here.
     """
-    notes = without_effect(config, given, shape) + doubtful(config, shape)
+    notes = without_effect(config, named, shape) + doubtful(config, shape)
     notes += algorithm_notes(config) if config.trains else []
     return list(dict.fromkeys(notes + overlap(train, heldout)))
 
 
 def without_effect(
-    config: Config, given: Collection[str] | None, shape: ModelShape | None
+    config: Config, named: Collection[str] | None, shape: ModelShape | None
 ) -> list[str]:
     """A warning per setting that others make ineffective, with the reason."""
     values, unmet = flatten(config), conditions(config, shape)
     notes = []
     for name, declared in SETTINGS.items():
-        if values[name] == declared.default or (given is not None and name not in given):
+        if values[name] == declared.default or (named is not None and name not in named):
             continue
         reasons = (_reason(need, values, unmet) for need in declared.needs.split())
         if reason := next(filter(None, reasons), ""):
@@ -64,11 +64,11 @@ def _reason(need: str, values: dict[str, Any], unmet: dict[str, str]) -> str:
         return unmet[need]
     name, is_equal, wanted = need.partition("=")
     value = values[name]
-    entries = [as_typed(each) for each in (value if isinstance(value, tuple) else (value,))]
+    entries = [as_typed(entry) for entry in (value if isinstance(value, tuple) else (value,))]
     if is_equal:
-        holds = any(each in wanted.split("|") or ".py:" in each for each in entries)
+        holds = any(entry in wanted.split("|") or ".py:" in entry for entry in entries)
     else:
-        holds = any(each not in ("", "0", "0.0", "false", "none") for each in entries)
+        holds = any(entry not in ("", "0", "0.0", "false", "none") for entry in entries)
     return "" if holds else f"{name} is {shown(value)}"
 
 
@@ -77,7 +77,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
     algo, train, env = config.algo, config.train, config.env
     is_sft, is_distill = config.learns_rows, config.distils
     mode = config.replay.mode
-    of_sets = [each for each in (*config.eval.env, *config.data.env) if each]
+    of_sets = [name for name in (*config.eval.env, *config.data.env) if name]
     used = set(config.reward_functions)
     one_update = train.updates_of_step == 1 and algo.correction != "bypass" and algo.loss in LOSSES
     on_policy = "with one update per step the policy is pi_old: r is 1" if one_update else ""
@@ -98,7 +98,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
         "waits": (
             not env.command
             and not env.workers
-            and not any(":" in each for each in (env.path, *of_sets)),
+            and not any(":" in name for name in (env.path, *of_sets)),
             "the environment is a built-in one, which runs at once",
         ),
         "messages": (
@@ -108,7 +108,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
         "workflow": (
             env.is_built_in
             and not any(
-                ":" in each for each in config.data.env
+                ":" in name for name in config.data.env
             ),  # a class is known when its file is loaded
             "only workflows reward calls, and the environment is none",
         ),
@@ -133,7 +133,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
             "built-in functions and self_judge have no time limit and are not retried",
         ),
         "processes": (
-            not any(":" in each or each == "math" for each in used),
+            not any(":" in name or name == "math" for name in used),
             "no reward function is math or one of your files",
         ),
         "decay": (train.lr_schedule == "constant", "train.lr_schedule is constant"),

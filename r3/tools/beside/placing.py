@@ -47,7 +47,7 @@ def placed(
         return config, ""
     folder = config.log.dir
     numbered = (with_values(config, {"log.dir": f"{folder}-{n}"}) for n in itertools.count(2))
-    other = next(each for each in numbered if _is_free(each, at_fault))
+    other = next(folder for folder in numbered if _is_free(folder, at_fault))
     # An evaluation is of the checkpoint in its folder, and allow_changed is for a resume.
     stays = is_chosen or not config.trains or bool(config.checkpoint.allow_changed)
     if stays and not plans:

@@ -46,8 +46,8 @@ class StepNotes:
         in_groups = algo.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
         flat = not groups_with_signal(rewards)
         if not in_groups:
-            shaped = [each.shaped for each in rewards]
-            flat = not any(each.has_loss for each in rewards) or are_equal(shaped)
+            shaped = [reward.shaped for reward in rewards]
+            flat = not any(reward.has_loss for reward in rewards) or are_equal(shaped)
         self._flat_steps = self._flat_steps + 1 if flat else 0
         again = self._flat_steps % _MANY_STEPS == 0
         if not flat or (self._said_flat and not again) or self._mesh.world.rank:
@@ -74,7 +74,7 @@ class StepNotes:
         if self._config.env.on_error == self._config.reward.on_error == "stop":
             return ""
         world = self._mesh.world
-        dropped = [each for part in world.all_gather_object(collected.dropped) for each in part]
+        dropped = [text for part in world.all_gather_object(collected.dropped) for text in part]
         if len(dropped) >= 2 * self._most_dropped + 1:
             self._most_dropped = len(dropped)
             if world.rank == 0:
@@ -88,7 +88,7 @@ class StepNotes:
         All ranks must call.
         """
         setup, world = self._task.conversation_setup, self._mesh.world
-        cut = [is_cut(each, setup) for each in collected.rollouts]
+        cut = [is_cut(rollout, setup) for rollout in collected.rollouts]
         refused = Counter(
             {
                 cause: int(collected.metrics[name].value)
@@ -108,15 +108,15 @@ class StepNotes:
         """Count layers that sent all tokens of the step to the same experts; say it once."""
         if not self._config.captures or not self._task.shape.moe_layers:
             return {}
-        found = constant_layers(
+        constant = constant_layers(
             rollouts, self._mesh.world, num_experts=self._task.shape.num_experts
         )
         if self._mesh.world.rank:
             return {}
-        if found and not self._said_constant:
+        if constant and not self._said_constant:
             self._said_constant = True
-            index, experts = found[0]
-            layer, others = self._task.shape.moe_layers[index], len(found) - 1
+            index, experts = constant[0]
+            layer, others = self._task.shape.moe_layers[index], len(constant) - 1
             say(
                 f"step {step}: layer {layer} sent all tokens of all rollouts to experts {experts}"
                 f"{f', and so did {others} more' if others else ''}. The router "
@@ -124,7 +124,7 @@ class StepNotes:
                 f"routing/agreement_layer/{layer} is near 1, the policy's own router agrees",
                 error=True,
             )
-        return {"routing/constant_layers": Mean(float(len(found)), 1.0)}
+        return {"routing/constant_layers": Mean(float(len(constant)), 1.0)}
 
 
 def limit_notes(
@@ -178,27 +178,27 @@ def constant_layers(
     if experts[0].shape[-1] >= num_experts:
         return []
     same = np.logical_and.reduce([(each == experts[0]).all(-1) for each in experts])
-    found = np.flatnonzero(same & (experts[0] != MISSING).all(-1))
-    return [(int(layer), experts[0][layer].tolist()) for layer in found]
+    constant = np.flatnonzero(same & (experts[0] != MISSING).all(-1))
+    return [(int(layer), experts[0][layer].tolist()) for layer in constant]
 
 
 def _constant_experts(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, int]:
     """Experts that all captured tokens share per layer, sorted, [L, K], -1 where they differ; and
     the number of these tokens.
     """
-    found, count = np.full((0, 0), MISSING), 0
+    constant, count = np.full((0, 0), MISSING), 0
     for rollout in rollouts:
         routes = rollout.routed_experts
         routes = routes[(routes != MISSING).all(axis=(1, 2))]
         if not routes.size:
             continue
         if not count:
-            found = np.sort(routes[0], -1)
+            constant = np.sort(routes[0], -1)
         count += len(routes)
         # In a working layer the first and the last row nearly always differ: few layers are left
         # for the comparison of all rows.
         for rows in (routes[[0, -1]], routes):
-            open_layers = np.flatnonzero((found != MISSING).all(-1))
-            differs = (np.sort(rows[:, open_layers], -1) != found[open_layers]).any(axis=(0, 2))
-            found[open_layers[differs]] = MISSING
-    return found, count
+            open_layers = np.flatnonzero((constant != MISSING).all(-1))
+            differs = (np.sort(rows[:, open_layers], -1) != constant[open_layers]).any(axis=(0, 2))
+            constant[open_layers[differs]] = MISSING
+    return constant, count

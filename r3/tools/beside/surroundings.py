@@ -37,12 +37,12 @@ def _working_folder() -> str:
 
 def _raising_warnings() -> list[Any]:
     """Filters that make an error of a warning, which any library may print. Others may stay."""
-    return [each for each in warnings.filters if each[0] == "error"]
+    return [entry for entry in warnings.filters if entry[0] == "error"]
 
 
 def _set_raising_warnings(filters: list[Any]) -> None:
-    raising = [each for each in _raising_warnings() if each not in filters]
-    kept = [each for each in warnings.filters if each not in raising]
+    raising = [entry for entry in _raising_warnings() if entry not in filters]
+    kept = [entry for entry in warnings.filters if entry not in raising]
     cast("list[Any]", warnings.filters)[:] = kept
     with warnings.catch_warnings():
         pass  # tells Python that the filters have changed

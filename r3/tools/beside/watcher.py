@@ -80,8 +80,8 @@ class Watcher:
         ticked, stopped_s = time.monotonic(), 0.0
         while True:
             last, now = self._last(), time.monotonic()
-            limits = [each for each in (self._stall_s, last.kill_after_s) if each > 0]
-            tick_s = min(*(each / 4 for each in limits), _MAX_TICK_S)
+            limits = [limit for limit in (self._stall_s, last.kill_after_s) if limit > 0]
+            tick_s = min(*(limit / 4 for limit in limits), _MAX_TICK_S)
             # Rank and watcher were stopped together (Ctrl-Z): there was no chance for progress.
             if now - ticked > tick_s + _MAX_TICK_S:
                 stopped_s += now - ticked
@@ -261,7 +261,7 @@ class Watcher:
         table = _processes()
         grown = True
         while grown:
-            more = {pid for pid, each in table.items() if each.parent in family} - family
+            more = {pid for pid, process in table.items() if process.parent in family} - family
             family, grown = family | more, bool(more)
         for pid in family - {self._pid, os.getpid()}:
             if table[pid].started >= self._began:
@@ -279,13 +279,13 @@ class Watcher:
     def _left(self) -> list[int]:
         return [
             pid
-            for pid, each in _processes().items()
+            for pid, process in _processes().items()
             if pid != os.getpid()
-            and each.started >= self._began
-            and each.state != "Z"
+            and process.started >= self._began
+            and process.state != "Z"
             and (
-                self._started.get(pid) == each.started
-                or (self._leads_session and each.session == self._pid)
+                self._started.get(pid) == process.started
+                or (self._leads_session and process.session == self._pid)
                 or self._is_marked(pid)
             )
         ]
@@ -317,7 +317,7 @@ def _read_process(pid: int) -> _Process | None:
 
 def _processes() -> dict[int, _Process]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return {pid: found for pid in pids if (found := _read_process(pid))}
+    return {pid: process for pid in pids if (process := _read_process(pid))}
 
 
 def _bytes_moved(pid: int) -> int:
@@ -330,13 +330,13 @@ def _bytes_moved(pid: int) -> int:
 
 def _state(pid: int) -> str:
     """The kernel's letter for what a process does; T is stopped. Empty if it is gone."""
-    found = _read_process(pid)
-    return found.state if found else ""
+    process = _read_process(pid)
+    return process.state if process else ""
 
 
 def _started_at(pid: int) -> int:
-    found = _read_process(pid)
-    return found.started if found else 0
+    process = _read_process(pid)
+    return process.started if process else 0
 
 
 def _place(users_code: str, is_stopped: bool) -> str:
@@ -358,12 +358,12 @@ def _users_code(stacks: str) -> str:
     libraries = (sys.prefix, paths["stdlib"], paths["platstdlib"], f"{_ROOT}/r3/", "<")
     programs = (f"{_ROOT}/train.py", f"{_ROOT}/launch/ranks.py")
     for thread in stacks.split("\n\n"):
-        for found in _FRAME.finditer(thread) if f"{_ROOT}/r3/" in thread else ():
+        for frame in _FRAME.finditer(thread) if f"{_ROOT}/r3/" in thread else ():
             file = (
-                found["file"] if found["file"].startswith("<") else os.path.abspath(found["file"])
+                frame["file"] if frame["file"].startswith("<") else os.path.abspath(frame["file"])
             )
             if "site-packages" not in file and not file.startswith((*libraries, *programs)):
-                return f"{found['name']} ({found['file']}:{found['line']})"
+                return f"{frame['name']} ({frame['file']}:{frame['line']})"
     return ""
 
 

@@ -49,7 +49,7 @@ def build_engine(
         device,
         shape,
         load_tokenizer(shape.source),
-        max_model_len=max(len(each.tokens_T) for each in rollouts),
+        max_model_len=max(len(rollout.tokens_T) for rollout in rollouts),
         from_disk=bool(folder),
     )
 
@@ -98,7 +98,7 @@ def _forcing(engine: Engine, tokens: Mapping[int, Sequence[int]]) -> Iterator[No
     sampler, batch = runner.sampler, runner.input_batch
     draw = sampler.sample
 
-    def given(*args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forced_sample(*args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         drawn, logprobs = draw(*args, **more)
         for row, name in enumerate(batch.req_ids[: len(drawn)]):
             wanted = tokens[int(name.partition("-")[0])]
@@ -107,7 +107,7 @@ def _forcing(engine: Engine, tokens: Mapping[int, Sequence[int]]) -> Iterator[No
                 drawn[row] = wanted[place]
         return drawn, logprobs
 
-    sampler.sample = given
+    sampler.sample = forced_sample
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ def forced_decoding(
     starts = {i: int(rollouts[i].loss_mask_T.argmax()) for i in share}
     tokens = {i: rollouts[i].tokens_T.tolist() for i in share}
     sampling = Sampling(temperature=temperature)  # nothing ends a turn but its length
-    found: dict[int, Forced] = {}
+    forced: dict[int, Forced] = {}
     with (
         _forcing(engine, tokens),
         engine.sampler(policy_version=engine.policy_version) as sampler,
@@ -161,8 +161,8 @@ def forced_decoding(
                 transcript = Transcript(engine.capture_spec, tokens[i][: starts[i]], who=name)
                 transcript.append_sample(sampled)
                 logprobs_T = np.array(transcript.logprobs, np.float32)
-                found[i] = Forced(logprobs_T=logprobs_T, routed_experts=transcript.rows())
-    own = found if engine.is_leader else {}
+                forced[i] = Forced(logprobs_T=logprobs_T, routed_experts=transcript.rows())
+    own = forced if engine.is_leader else {}
     everything = {i: each for part in mesh.world.all_gather_object(own) for i, each in part.items()}
     return [everything[i] for i in range(len(rollouts))]
 
@@ -241,7 +241,7 @@ def sides(
     All ranks must call. Arguments as of `packed` and `Parting`.
     """
     pairs = zip(rollouts, forced, strict=True)
-    changed = [replace(one, routed_experts=each.routed_experts) for one, each in pairs]
+    changed = [replace(one, routed_experts=decoded.routed_experts) for one, decoded in pairs]
     captured = forced[0].routed_experts.shape[1] > 0
     batch = packed(changed, policy, mesh, tokens=tokens, captured=captured)
     modes: dict[str, Mode] = (
@@ -252,10 +252,10 @@ def sides(
     return Parting.of(
         rollouts,
         forced,
-        [each["logprobs_replay" if captured else "logprobs_live"] for each in scores],
+        [scored["logprobs_replay" if captured else "logprobs_live"] for scored in scores],
         [
-            each.get("routes_live", one.routed_experts)
-            for each, one in zip(scores, changed, strict=True)
+            scored.get("routes_live", one.routed_experts)
+            for scored, one in zip(scores, changed, strict=True)
         ],
         policy.shape,
         different,

@@ -52,8 +52,8 @@ class MismatchWatch:
 
     def lines(self, row: Mapping[str, float], step: int) -> list[str]:
         """Return what a person should know of a row of metrics after the rows before it."""
-        found = {"jump": self._jump(row), "growth": self._growth(row)}
-        new = {kind: text for kind, text in found.items() if text and kind not in self._said}
+        texts = {"jump": self._jump(row), "growth": self._growth(row)}
+        new = {kind: text for kind, text in texts.items() if text and kind not in self._said}
         self._said |= new.keys()
         return [f"warning: step {step}: {text}" for text in new.values()]
 

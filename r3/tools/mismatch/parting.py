@@ -83,7 +83,7 @@ class Parting:
             shape: sizes of the model.
             different: weights of the engine that are not the policy's.
         """
-        rows = [np.flatnonzero(each.loss_mask_T[1:]) for each in rollouts]
+        rows = [np.flatnonzero(rollout.loss_mask_T[1:]) for rollout in rollouts]
 
         def column(values: Sequence[np.ndarray]) -> np.ndarray:
             return np.concatenate([v[r] for v, r in zip(values, rows, strict=True)])
@@ -91,16 +91,16 @@ class Parting:
         def experts(values: Sequence[np.ndarray]) -> np.ndarray:
             return np.sort(column(values), axis=-1)
 
-        ours = column([each[1:] for each in logprobs])
-        engines = column([each.logprobs_T[1:] for each in forced])
+        ours = column([logprobs_T[1:] for logprobs_T in logprobs])
+        engines = column([rollout.logprobs_T[1:] for rollout in forced])
         return cls(
-            names=tuple(each.name for each in rollouts),
+            names=tuple(rollout.name for rollout in rollouts),
             rollout_N=np.repeat(np.arange(len(rows)), [len(r) for r in rows]),
             position_N=np.concatenate(rows),
             delta_N=ours - engines,
-            dump_delta_N=engines - column([each.logprobs_T[1:] for each in rollouts]),
-            engine_NLK=experts([each.routed_experts for each in forced]),
-            dump_NLK=experts([each.routed_experts for each in rollouts]),
+            dump_delta_N=engines - column([rollout.logprobs_T[1:] for rollout in rollouts]),
+            engine_NLK=experts([rollout.routed_experts for rollout in forced]),
+            dump_NLK=experts([rollout.routed_experts for rollout in rollouts]),
             policy_NLK=experts(live),
             shape=shape,
             different=tuple(different),
@@ -120,13 +120,13 @@ class Parting:
     def by_position(self) -> dict[str, tuple[float, float]]:
         """Mean |D| and share of tokens whose experts differ, per range of `POSITIONS`."""
         place_N = np.searchsorted(POSITIONS, self.position_N, side="right") - 1
-        found = {}
+        by_range = {}
         for i, start in enumerate(POSITIONS):
             if (here := place_N == i).sum() >= _FEWEST:
                 end = POSITIONS[i + 1] if i + 1 < len(POSITIONS) else "up"
                 parted = self.first_N[here] < self.engine_NLK.shape[1]
-                found[f"{start}-{end}"] = float(abs(self.delta_N[here]).mean()), parted.mean()
-        return found
+                by_range[f"{start}-{end}"] = float(abs(self.delta_N[here]).mean()), parted.mean()
+        return by_range
 
     def parts_first(self, *, exact: bool) -> int:
         """Place of the first layer whose router chooses otherwise for more tokens than rounding
@@ -155,7 +155,7 @@ class Parting:
             for expert in range(self.shape.num_experts)
         ]
         left_N = np.ones(len(value_N), bool)
-        found: list[tuple[int, float, float]] = []
+        apart: list[tuple[int, float, float]] = []
         while True:
             best: tuple[float, int, float, float] = (_SIGMAS, -1, 0.0, 0.0)
             for expert, uses_N in enumerate(uses_EN):
@@ -167,8 +167,8 @@ class Parting:
                 best = max(best, (sigmas, expert, float(own.mean()), float(others.mean())))
             _, expert, own_mean, others_mean = best
             if expert < 0:
-                return found
-            found.append((expert, own_mean, others_mean))
+                return apart
+            apart.append((expert, own_mean, others_mean))
             left_N &= ~uses_EN[expert]
 
     def shifted(self) -> Iterator[str]:
@@ -193,10 +193,10 @@ class Parting:
         Args:
             exact: both compute in float32.
         """
-        found = list(self.shifted())
+        lines = list(self.shifted())
         if self.different:
             names = ", ".join(self.different[:8])
-            found.append(
+            lines.append(
                 f"{len(self.different)} tensors of the engine are not the policy's: {names}"
             )
         layers, size = self.engine_NLK.shape[1], float(abs(self.delta_N).mean())
@@ -206,21 +206,21 @@ class Parting:
         share = float((self.first_N < layers).mean())
         if size < largest:
             if share > 2 * parted:
-                found.append(
+                lines.append(
                     f"policy and engine choose other experts for {share:.1%} of the tokens"
                     + (f", first in layer {layer}" if place < layers else "")
                     + ", and with the same experts compute the same: compare the router's bias, "
                     "and the types of its bias and logits"
                 )
-            return found
+            return lines
         if grown := growth({name: mean for name, (mean, _) in self.by_position().items()}):
-            return [*found, grown]
+            return [*lines, grown]
         experts = self.by_expert(place - 1) if place else []
         # More of them are no exchange: their tokens differ for a reason that is not theirs.
         if 0 < len(experts) <= max(2, self.shape.num_experts // 4):
             before = self.shape.moe_layers[place - 1]
             names = ", ".join(str(expert) for expert, *_ in experts)
-            found.append(
+            lines.append(
                 f"layer {before}, experts {names}: their tokens part behind this layer, those of "
                 "others seldom: their weights differ, or their order"
             )
@@ -232,8 +232,8 @@ class Parting:
                 else "every router chooses the same: compare rollout.temperature, then the output "
                 "layer and what follows the last router"
             )
-            found.append(f"mean |D| is {size:.1e} at all positions alike, and {where}")
-        return found
+            lines.append(f"mean |D| is {size:.1e} at all positions alike, and {where}")
+        return lines
 
     def table(self) -> list[str]:
         """Aligned lines: engine and policy by layer, position and experts."""

@@ -73,8 +73,8 @@ class _Target:
     few_changes: bool
 
     def changes(self, values: Values) -> dict[str, Any]:
-        given = flatten(self.config)
-        return {name: value for name, value in values.items() if value != given[name]}
+        before = flatten(self.config)
+        return {name: value for name, value in values.items() if value != before[name]}
 
     def rank(self, values: Values) -> tuple[Any, ...]:
         """Smaller is better: less is recomputed, streamed and split, then sizes are smaller."""
@@ -91,12 +91,12 @@ class _Target:
             -all_values["engine.memory_fraction"],
         )
 
-    def is_short(self, values: Values, found: Fit) -> bool:
+    def is_short(self, values: Values, plan: Fit) -> bool:
         """Whether the cache holds less than a quarter of what an engine could decode at a time."""
         size = values["parallel.engine_tp"]
         conversations = self.config.rollout.samples_per_step * size / self.world_size
         most = min(conversations, self.config.engine.max_num_seqs)
-        return found.cached_sequences < most / 4
+        return plan.cached_sequences < most / 4
 
     def fit(self, values: Values) -> Fit:
         config = with_values(self.config, values)
@@ -124,7 +124,7 @@ def search(
     """
     target = _Target(config, shape, world_size, device_gib, few_changes)
     lacking = dict.fromkeys(PHASES, float("inf"))
-    found: list[tuple[tuple[Any, ...], Proposal]] = []
+    ranked: list[tuple[tuple[Any, ...], Proposal]] = []
     refused: list[Problem] = []
     tried = 0
     for layout in layouts(config, shape, world_size):
@@ -144,10 +144,10 @@ def search(
         if problems := refusals(candidate, shape, world_size):
             refused = min(refused or problems, problems, key=len)
             continue
-        found.append((target.rank(values), Proposal(changes=target.changes(values), fit=fits)))
-    found.sort(key=lambda item: item[0])
+        ranked.append((target.rank(values), Proposal(changes=target.changes(values), fit=fits)))
+    ranked.sort(key=lambda item: item[0])
     return Search(
-        proposals=tuple(proposal for _, proposal in found),
+        proposals=tuple(proposal for _, proposal in ranked),
         tried=tried,
         lacking_gib={phase: gib for phase, gib in lacking.items() if gib > 0},
         refused=tuple(refused),
@@ -163,13 +163,13 @@ def _best(
     """The best of the options that fit in these phases; notes in `lacking` what is missing."""
     ranked = []
     for values in options:
-        found = target.fit(values)
+        plan = target.fit(values)
         for phase in phases:
-            missing = found.needs_gib[phase] - found.usable_gib
+            missing = plan.needs_gib[phase] - plan.usable_gib
             lacking[phase] = min(lacking[phase], missing)
-        holds_a_sequence = phases != _ENGINE_PHASES or found.cached_sequences >= 1
-        if holds_a_sequence and not found.lacking_gib.keys() & set(phases):
-            is_short = phases == _ENGINE_PHASES and target.is_short(values, found)
+        holds_a_sequence = phases != _ENGINE_PHASES or plan.cached_sequences >= 1
+        if holds_a_sequence and not plan.lacking_gib.keys() & set(phases):
+            is_short = phases == _ENGINE_PHASES and target.is_short(values, plan)
             ranked.append(((is_short, *target.rank(values)), values))
     return min(ranked, key=lambda item: item[0])[1] if ranked else None
 
@@ -182,9 +182,9 @@ def layouts(config: Config, shape: ModelShape, world_size: int) -> Iterator[dict
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     longest = config.longest_sequence(shape.max_position_embeddings)
-    given = config.parallel
+    parallel = config.parallel
     tps = [size for size in sizes if size <= RANKS_PER_MACHINE and shape.num_kv_heads % size == 0]
-    cps = [size for size in sizes if size in (1, given.cp) or (longest > _LONG and size <= 16)]
+    cps = [size for size in sizes if size in (1, parallel.cp) or (longest > _LONG and size <= 16)]
     pps = [size for size in sizes if size <= shape.num_layers]
     eps = [size for size in sizes if shape.moe_layers and shape.num_experts % size == 0] or [1]
     for tp, cp, pp, ep in product(tps, cps, pps, eps):
@@ -192,7 +192,7 @@ def layouts(config: Config, shape: ModelShape, world_size: int) -> Iterator[dict
             if world_size % (tp * cp * pp) or world_size % ((etp or tp) * ep * pp):
                 continue
             values: dict[str, Any] = dict(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-            if pp != given.pp:
+            if pp != parallel.pp:
                 values |= {"vpp": 1, "pp_layers": ()}
             yield {f"parallel.{name}": value for name, value in values.items()}
 
@@ -237,8 +237,8 @@ def _engine_settings(target: _Target, layout: Values) -> Iterator[Values]:
 
 def refusals(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
     """What the checks of batch, layout and lengths find wrong."""
-    found = Findings(config)
-    check_batch(config, found, world_size)
-    check_layout(config, found, shape, world_size)
-    check_lengths(config, found, shape)
-    return found.problems
+    errors = Findings(config)
+    check_batch(config, errors, world_size)
+    check_layout(config, errors, shape, world_size)
+    check_lengths(config, errors, shape)
+    return errors.problems

@@ -29,20 +29,20 @@ def planned_shards(
     own = stages[place["pp"]]
     per_rank = shape.num_experts // parallel.ep
     first_expert = place["ep"] * per_rank
-    found: list[Shard] = []
+    shards: list[Shard] = []
 
     def add(name: str, rule: Rule, *, layer: int = -1, experts: Experts | None = None) -> None:
         axis, size = ("etp", parallel.experts_tp) if experts else ("tp", parallel.tp)
         sizes = list(rule.hf.values())
         is_sharded, first = rule.kind != "replicated", sizes[0]
-        rows = sum(each[0] for each in sizes)
+        rows = sum(size[0] for size in sizes)
         count = size if is_sharded else 1
         if rule.kind == "row":
             local: tuple[int, ...] = (*first[:-1], first[-1] // count)
         else:
             local = (math.ceil(rows / count), *first[1:])  # a vocabulary is padded to the ranks
         prefix = f"model.layers.{layer}." if layer >= 0 else ""
-        found.append(
+        shards.append(
             Shard(
                 name=name,
                 hf=experts.names(shape) if experts else tuple(prefix + part for part in rule.hf),
@@ -75,7 +75,7 @@ def planned_shards(
             held = range(first_expert, first_expert + per_rank)
             for experts in Experts.within(shape, layer, part, held, item_size):
                 add(experts.name, rule, layer=layer, experts=experts)
-    return found
+    return shards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,61 +36,61 @@ _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what t
 
 def verdict(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> str:
     """Lines that say whether the plan fits, and settings that make it fit if it does not."""
-    found = fit(config, shape, world_size, device_gib)
-    if found.fits:
-        phase, needs = max(found.needs_gib.items(), key=lambda item: item[1])
-        return f"fits: {phase} needs most, {needs:.1f} of {_usable(found)}\n{_cache(config, found)}"
+    plan = fit(config, shape, world_size, device_gib)
+    if plan.fits:
+        phase, needs = max(plan.needs_gib.items(), key=lambda item: item[1])
+        return f"fits: {phase} needs most, {needs:.1f} of {_usable(plan)}\n{_cache(config, plan)}"
     return "\n".join(
         [
-            f"does not fit {_usable(found)}: {_lacking(found)}",
+            f"does not fit {_usable(plan)}: {_lacking(plan)}",
             _remedy(config, shape, world_size, device_gib),
         ]
     )
 
 
-def _usable(found: Fit) -> str:
+def _usable(plan: Fit) -> str:
     return (
-        f"{found.usable_gib:.1f} GiB ({found.device_gib:g} less {RESERVE:.0%} kept free for "
+        f"{plan.usable_gib:.1f} GiB ({plan.device_gib:g} less {RESERVE:.0%} kept free for "
         "fragmentation)"
     )
 
 
-def _lacking(found: Fit) -> str:
+def _lacking(plan: Fit) -> str:
     phases = [
-        f"{phase} needs {found.needs_gib[phase]:.1f} GiB, lacks {missing:.1f}"
-        for phase, missing in found.lacking_gib.items()
+        f"{phase} needs {plan.needs_gib[phase]:.1f} GiB, lacks {missing:.1f}"
+        for phase, missing in plan.lacking_gib.items()
     ]
-    if found.cached_sequences < 1:
+    if plan.cached_sequences < 1:
         phases.append("GENERATE leaves no KV cache for one sequence")
     return "; ".join(phases)
 
 
-def _cache(config: Config, found: Fit) -> str:
+def _cache(config: Config, plan: Fit) -> str:
     if not config.uses_engine:
         return "no engine: nothing is sampled"
     return (
-        f"the KV cache of an engine holds {found.cached_sequences:,.0f} sequences of maximum "
+        f"the KV cache of an engine holds {plan.cached_sequences:,.0f} sequences of maximum "
         f"length; at most {config.engine.max_num_seqs} are decoded at a time"
     )
 
 
 def _remedy(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> str:
     """Tried settings that fit, those with the fewest changes; otherwise, how many devices do."""
-    found = search(config, shape, world_size, device_gib, few_changes=True)
-    if found.proposals:
-        best = found.proposals[0]
+    result = search(config, shape, world_size, device_gib, few_changes=True)
+    if result.proposals:
+        best = result.proposals[0]
         return f"{best.flags} make it fit (tried)"
-    return _nowhere(config, shape, world_size, device_gib, found)
+    return _nowhere(config, shape, world_size, device_gib, result)
 
 
 def _nowhere(
-    config: Config, shape: ModelShape, world_size: int, device_gib: float, found: Search
+    config: Config, shape: ModelShape, world_size: int, device_gib: float, result: Search
 ) -> str:
-    if found.refused and not found.lacking_gib:
-        return _refused(config, shape, world_size, device_gib, found)
-    lacks = ", ".join(f"{phase} {gib:.1f} GiB" for phase, gib in found.lacking_gib.items())
+    if result.refused and not result.lacking_gib:
+        return _refused(config, shape, world_size, device_gib, result)
+    lacks = ", ".join(f"{phase} {gib:.1f} GiB" for phase, gib in result.lacking_gib.items())
     text = (
-        f"none of {found.tried} layouts of {world_size} devices of {device_gib:g} GiB fits, with "
+        f"none of {result.tried} layouts of {world_size} devices of {device_gib:g} GiB fits, with "
         "any size of engine and micro-batch and any recomputation"
     )
     if lacks:
@@ -107,12 +107,12 @@ def _nowhere(
 
 
 def _refused(
-    config: Config, shape: ModelShape, world_size: int, device_gib: float, found: Search
+    config: Config, shape: ModelShape, world_size: int, device_gib: float, result: Search
 ) -> str:
     """Memory suffices: the settings that do not fit so many devices, and a batch that does."""
     lines = [f"memory is enough on {world_size} devices of {device_gib:g} GiB, but"]
-    lines += [f"  - {problem}" for problem in found.refused]
-    if [problem.place for problem in found.refused] == ["rollout.prompts_per_step"]:
+    lines += [f"  - {problem}" for problem in result.refused]
+    if [problem.place for problem in result.refused] == ["rollout.prompts_per_step"]:
         unit = math.lcm(world_size, config.train.updates_per_step)
         prompts = math.ceil(config.rollout.prompts_per_step / unit) * unit
         larger = with_values(config, {"rollout.prompts_per_step": prompts})
@@ -136,15 +136,15 @@ def plan_for(
     Returns:
         Whether there are any, and the text to print.
     """
-    found = search(config, shape, world_size, device_gib)
-    if not found.proposals:
-        return False, _nowhere(config, shape, world_size, device_gib, found)
+    result = search(config, shape, world_size, device_gib)
+    if not result.proposals:
+        return False, _nowhere(config, shape, world_size, device_gib, result)
     head = (
-        f"{len(found.proposals)} of {found.tried} layouts of {world_size} devices of "
+        f"{len(result.proposals)} of {result.tried} layouts of {world_size} devices of "
         f"{device_gib:g} GiB fit. Those that recompute, stream and split the least:"
     )
     entries: dict[str, str] = {}  # layouts with the same figures are one choice: the first
-    for proposal in found.proposals:
+    for proposal in result.proposals:
         entries.setdefault(_figures(proposal), proposal.flags or "(the settings as they are)")
     shown = list(entries.items())[:_SHOWN_PROPOSALS]
     texts = [f"{number}. {flags}\n{text}" for number, (text, flags) in enumerate(shown, 1)]
@@ -179,17 +179,17 @@ def memory_problems(
     Returns:
         Problems and warnings.
     """
-    found = fit(config, shape, world_size, device_gib)
+    plan = fit(config, shape, world_size, device_gib)
     engine = config.engine
     share = engine.memory_fraction * device_gib
-    weights = found.parts["GENERATE"]["engine weights"] / GIB
+    weights = plan.parts["GENERATE"]["engine weights"] / GIB
     if not engine.kv_cache_gib and weights > share:
         rule = f"{share:.1f} GiB of the device are less than the engine's weights, {weights:.1f}"
         fix = _remedy(config, shape, world_size, device_gib)
         return [Problem("engine.memory_fraction", engine.memory_fraction, rule, fix)], []
     certain = {
         phase: {name: parts[name] / GIB for name in parts if name in CERTAIN}
-        for phase, parts in found.parts.items()
+        for phase, parts in plan.parts.items()
     }
     phase, sizes = max(certain.items(), key=lambda item: sum(item[1].values()))
     if (needs := sum(sizes.values())) > device_gib:
@@ -197,9 +197,9 @@ def memory_problems(
         rule = f"{phase} needs {needs:.1f} GiB on each rank without any buffers ({parts})"
         fix = _remedy(config, shape, world_size, device_gib)
         return [Problem("device memory", f"{device_gib:.1f} GiB", rule, fix)], []
-    if found.fits:
+    if plan.fits:
         return [], []
-    return [], [f"the plan does not fit {_usable(found)}: {_lacking(found)}; see --dry-run"]
+    return [], [f"the plan does not fit {_usable(plan)}: {_lacking(plan)}; see --dry-run"]
 
 
 def host_problems(
@@ -281,7 +281,7 @@ def answer(
     word: str,
     config: Config,
     shape: ModelShape | None,
-    given: Collection[str],
+    named: Collection[str],
     problems: list[Problem],
     needed: Callable[[list[Problem]], list[Problem]],
 ) -> tuple[int, str]:
@@ -290,7 +290,7 @@ def answer(
     Args:
         word: of the flag.
         shape: of a model that need not be here.
-        given: settings that the user named.
+        named: settings that the user named.
         problems: what is wrong already, of which `needed` are no obstacles.
     """
     try:
@@ -299,8 +299,8 @@ def answer(
         problems.append(Problem("--plan-for", word, str(error), "such as 8x80"))
         return 2, str(ConfigError(problems))
     # The search replaces the layout: a layout that does not fit these devices is no mistake.
-    report = examine(replace(config, parallel=Config().parallel), world_size, shape, given)
-    problems += [each for each in report.problems if not each.place.startswith(_SEARCHED)]
+    report = examine(replace(config, parallel=Config().parallel), world_size, shape, named)
+    problems += [problem for problem in report.problems if not problem.place.startswith(_SEARCHED)]
     if len(problems) > len(needed(problems)) or report.shape is None:
         return 2, str(ConfigError(problems))
     fits, text = plan_for(config, report.shape, world_size, device_gib)
@@ -351,6 +351,6 @@ def unfit(
     if device_gib:
         problems, doubts = memory_problems(config, shape, world_size, device_gib)
     if host_gib:
-        found = host_problems(config, shape, world_size, host_gib)
-        problems, doubts = problems + found[0], doubts + found[1]
+        of_host = host_problems(config, shape, world_size, host_gib)
+        problems, doubts = problems + of_host[0], doubts + of_host[1]
     return problems, doubts

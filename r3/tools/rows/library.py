@@ -60,19 +60,19 @@ def _datasets() -> Any:
 def _saved(folder: Path, split: str) -> Numbered:
     datasets = _datasets()
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise Fault(f"cannot be read by datasets ({error})", "save it again") from error
-    if isinstance(found, datasets.DatasetDict):
-        names = ", ".join(found)
-        if not split and len(found) > 1:
-            raise Fault(f"has the splits {names}", f"name one: {folder}:{next(iter(found))}")
-        if split and split not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        names = ", ".join(dataset)
+        if not split and len(dataset) > 1:
+            raise Fault(f"has the splits {names}", f"name one: {folder}:{next(iter(dataset))}")
+        if split and split not in dataset:
             raise Fault(f"has no split {split!r}", f"one of {names}")
-        found = found[split or next(iter(found))]
+        dataset = dataset[split or next(iter(dataset))]
     elif split:
         raise Fault(f"has no splits, and {split!r} was given", f"give {folder}")
-    return enumerate(found, 1)
+    return enumerate(dataset, 1)
 
 
 def _hub(source: str) -> Numbered:
@@ -93,12 +93,12 @@ def _load_dataset(
     # The cache of a folder knows sizes and times of its files, not what they hold.
     mode = "force_redownload" if os.path.isdir(name) else None
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             name, config, split=split, revision=revision, download_mode=mode
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise Fault(f"cannot be loaded by datasets ({error})", fix) from error
-    return enumerate(found, 1)
+    return enumerate(dataset, 1)
 
 
 def _gym(source: str) -> Numbered:
@@ -139,7 +139,7 @@ def _of_level(reasoning_gym: Any, task: str, level: Any) -> dict[str, Any]:
         ValueError: the task has no curriculum, or the curriculum no such level.
     """
     curriculum = reasoning_gym.factory.create_curriculum(task)
-    count = max((len(each.levels) for each in curriculum.attributes.values()), default=0)
+    count = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=0)
     if type(level) is not int or not 0 <= level < count:
         raise ValueError(f"level = {level!r}: {task} has levels 0 to {count - 1}")
     curriculum.set_global_level(level)

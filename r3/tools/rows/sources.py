@@ -104,12 +104,12 @@ def numbered(source: str) -> Iterator[tuple[int, str, int, Any]]:
         fix = "download it, or write hub:OWNER/NAME for a data set of the Hugging Face hub"
         raise Fault(rule, fix)
     if (files := files_of(whole)) and files != [Path(whole)]:
-        each = _of_files(files)
+        entries = _of_files(files)
     else:
         rows = _file(files[0]) if files else library.rows_of(whole, *_folder_and_split(whole))
-        each = ((whole, *row) for row in rows)
+        entries = ((whole, *row) for row in rows)
     several = len(files) > 1  # lines are there once per file
-    counted = ((count if several else row[1], *row) for count, row in enumerate(each, 1))
+    counted = ((count if several else row[1], *row) for count, row in enumerate(entries, 1))
     if part is None:
         return counted
     every = list(counted)
@@ -122,11 +122,11 @@ def numbered(source: str) -> Iterator[tuple[int, str, int, Any]]:
 
 def _without_slice(source: str) -> tuple[str, tuple[tuple[str, str], tuple[str, str]] | None]:
     """A source, and the bounds of its slice with their percent signs."""
-    found = None if os.path.lexists(source) else _SLICE.fullmatch(source)
-    if found is None:
+    match = None if os.path.lexists(source) else _SLICE.fullmatch(source)
+    if match is None:
         return source, None
-    first, first_percent, last, last_percent = found.groups("")[1:]
-    return found[1], ((first, first_percent), (last, last_percent))
+    first, first_percent, last, last_percent = match.groups("")[1:]
+    return match[1], ((first, first_percent), (last, last_percent))
 
 
 def _of_files(paths: Sequence[Path]) -> Iterator[tuple[str, int, Any]]:
@@ -178,7 +178,7 @@ def _file(path: Path) -> Numbered:
 
 def _endings(path: Path) -> tuple[str, str]:
     """The endings of a name that tell format and compression, such as .csv and .gz."""
-    *_, before, last = ["", "", *(each.lower() for each in path.suffixes)]
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
     return (before, last) if last in _COMPRESSED else (last, "")
 
 
@@ -231,8 +231,8 @@ def _is_glob(source: str) -> bool:
 
 
 def _files_of_glob(pattern: str) -> list[Path]:
-    found = map(Path, sorted(glob.glob(pattern, recursive=True)))
-    if files := [path for path in found if path.is_file()]:
+    paths = map(Path, sorted(glob.glob(pattern, recursive=True)))
+    if files := [path for path in paths if path.is_file()]:
         return files
     fix = path_fix(pattern, "correct the pattern, or put it in quotes")
     raise Fault("matches no file", fix)
@@ -244,8 +244,8 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     A file belongs to a split if its name, or that of a folder in between, has the word, as in
     `train.jsonl`, `data/test-00000-of-00002.parquet` and `train/algebra.jsonl`.
     """
-    found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    inside = [path for path in found if not any(map(_NO_DATA.fullmatch, path.parts))]
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    inside = [path for path in paths if not any(map(_NO_DATA.fullmatch, path.parts))]
     if others := [str(path) for path in inside if _endings(path)[0] not in _READ]:
         rule = f"holds {_listed(others)}, which R3 does not read"
         raise Fault(rule, f"remove them, or name the files: {folder}/*.jsonl")

@@ -136,23 +136,23 @@ def _read_settings(file: Path, notes: list[str]) -> dict[str, str]:
 
 def _read_rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
     """One row per step, in order; what is left out of the file is noted."""
-    found: dict[int, dict[str, float]] = {}
+    rows: dict[int, dict[str, float]] = {}
     broken, again, texts = [], [], []
     for number, row in read_jsonl_lines(file):
         if isinstance(row, str) or type(step := row.get("step")) is not int:
             broken.append(number)
             continue
-        if step in found and step not in again:
+        if step in rows and step not in again:
             again.append(step)
-        found[step] = {key: value for key, value in row.items() if _is_number(value)}
-        texts += [f"{key} of step {step}" for key in row if key not in found[step]]
+        rows[step] = {key: value for key, value in row.items() if _is_number(value)}
+        texts += [f"{key} of step {step}" for key in row if key not in rows[step]]
     if broken:
         notes.append(f"{file.name}: {_listed('line', broken)} cannot be read (torn?): left out")
     if again:
         notes.append(f"{file.name}: {_listed('step', again)} more than once: the last row counts")
     if texts:
         notes.append(f"{file.name}: {len(texts)} values are no numbers, such as {texts[0]}")
-    return [found[step] for step in sorted(found)]
+    return [rows[step] for step in sorted(rows)]
 
 
 def _is_number(value: Any) -> bool:

@@ -72,7 +72,7 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         reward=float(row["reward"]),
         components={name: float(part) for name, part in row.get("rewards", {}).items()},
         metrics={name: float(number) for name, number in row.get("metrics", {}).items()},
-        turn_rewards=_given([_real(reward) for reward in row.get("turn_rewards", ())]),
+        turn_rewards=_rewarded_turns([_real(reward) for reward in row.get("turn_rewards", ())]),
         advantage=_real(row.get("advantage")),
         finish_reason=str(row["finish_reason"]),
         response_tokens=int(row["response_tokens"]),
@@ -94,6 +94,6 @@ def _real(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _given(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:
+def _rewarded_turns(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:
     """Rewards per turn; empty if the environment left all rewards to the reward functions."""
     return tuple(turn_rewards) if any(reward is not None for reward in turn_rewards) else ()
