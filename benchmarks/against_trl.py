@@ -112,26 +112,26 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["middle", "middle-bfloat16", "tiny"])
     parser.add_argument("--trl-env", type=Path, default=ROOT / "runs" / "trl-env")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
-    python = trl_python(words.trl_env.resolve())
-    found: dict[str, Any] = {}
+    args = parser.parse_args()
+    python = trl_python(args.trl_env.resolve())
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="r3-trl-") as name:
         folder = Path(name)
-        for task_name in words.tasks:
+        for task_name in args.tasks:
             task = make_task(task_name, folder)
-            if words.steps:
-                task = replace(task, steps=words.steps)
+            if args.steps:
+                task = replace(task, steps=args.steps)
             load = os.getloadavg()[0]
             turns: dict[str, list[Timing]] = {"r3": [], "trl": []}
-            for number in range(words.rounds):
+            for number in range(args.rounds):
                 for arm in ("r3", "trl") if number % 2 == 0 else ("trl", "r3"):
                     run = in_r3 if arm == "r3" else in_trl
                     timing = run(task, folder / f"{task_name}-{arm}-{number}", python)
                     print(f"{task_name} round {number + 1} {arm}: {timing}", flush=True)
                     turns[arm].append(timing)
-            found[task_name] = summary(task, turns, load)
-            print(f"{task_name}: {found[task_name]['ratio']}")
-    write(words.out, found)
+            results[task_name] = summary(task, turns, load)
+            print(f"{task_name}: {results[task_name]['ratio']}")
+    write(args.out, results)
 
 
 def trl_python(folder: Path) -> Path:
@@ -243,9 +243,9 @@ def in_trl(task: Task, folder: Path, python: Path) -> Timing:
         "data": str(assets.WORD_PROBLEMS_TRAIN),
         "reward_file": str(folder.parent / "reward.py"),
     }
-    words = json.dumps({**asdict(task), **data, "out": str(folder)})
+    settings = json.dumps({**asdict(task), **data, "out": str(folder)})
     cpu_s = call(
-        [str(python), str(ROOT / "benchmarks" / "trl_steps.py"), words], {"OMP_NUM_THREADS": "2"}
+        [str(python), str(ROOT / "benchmarks" / "trl_steps.py"), settings], {"OMP_NUM_THREADS": "2"}
     )
     steps = json.loads((folder / "steps.json").read_text())
     return Timing(
@@ -301,7 +301,7 @@ def summary(task: Task, turns: dict[str, list[Timing]], load: float) -> dict[str
     }
 
 
-def write(out: Path, found: dict[str, Any]) -> None:
+def write(out: Path, results: dict[str, Any]) -> None:
     """Write the figures and their picture."""
     result = {
         "what": "seconds of a training step, R3 and TRL's GRPOTrainer",
@@ -310,7 +310,7 @@ def write(out: Path, found: dict[str, Any]) -> None:
         "source": source(),
         "hardware": hardware(),
         "versions": {name: version(name) for name in PACKAGES} | {"trl": TRL},
-        "tasks": found,
+        "tasks": results,
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "against_trl.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -319,8 +319,8 @@ def write(out: Path, found: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found), figsize=(3.2 * len(found), 3), squeeze=False)
-    for ax, (name, task) in zip(axes[0], found.items(), strict=True):
+    figure, axes = plt.subplots(1, len(results), figsize=(3.2 * len(results), 3), squeeze=False)
+    for ax, (name, task) in zip(axes[0], results.items(), strict=True):
         medians = [task[arm]["step_s"] for arm in ("r3", "trl")]
         bounds = [
             [abs(task[arm]["range"][side] - task[arm]["step_s"]) for arm in ("r3", "trl")]

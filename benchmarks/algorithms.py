@@ -102,11 +102,11 @@ def main() -> None:
     parser.add_argument(
         "--table", action="store_true", help="write the table from the json, run nothing"
     )
-    words = parser.parse_args()
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"algorithms": {}}
-    if not words.table:
-        found |= {
-            "what": f"preset `tiny`, one rank, bfloat16 engine, {words.steps} steps of two updates",
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"algorithms": {}}
+    if not args.table:
+        results |= {
+            "what": f"preset `tiny`, one rank, bfloat16 engine, {args.steps} steps of two updates",
             "made_by": "python benchmarks/algorithms.py",
             "date": date.today().isoformat(),
             "source": source(),
@@ -116,20 +116,20 @@ def main() -> None:
                 **{name: version(name) for name in PACKAGES},
             },
         }
-        for name in words.only:
+        for name in args.only:
             with tempfile.TemporaryDirectory(prefix="r3-algorithms-") as folder:
-                found["algorithms"][name] = run(
-                    Path(folder) / "run", words.steps, ALGORITHMS[name].split()
+                results["algorithms"][name] = run(
+                    Path(folder) / "run", args.steps, ALGORITHMS[name].split()
                 )
             # Write after each case, so that an interrupted benchmark loses only the current one.
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print(row_of(name, found["algorithms"][name]), flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            print(row_of(name, results["algorithms"][name]), flush=True)
     before, rest = README.read_text().split(MARKS[0])
     README.write_text(
         before
         + MARKS[0]
         + "\n\n"
-        + table(found["algorithms"])
+        + table(results["algorithms"])
         + "\n\n"
         + MARKS[1]
         + rest.split(MARKS[1])[1]

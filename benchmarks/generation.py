@@ -90,15 +90,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="instead of those of each model")
     parser.add_argument("--models", nargs="+", choices=ROUNDS, default=list(ROUNDS))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
+    args = parser.parse_args()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
     device = init_device()
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="r3-generation-") as folder:
-        for name in words.models:
-            found[name] = measure(name, Path(folder), words.rounds or ROUNDS[name], device)
+        for name in args.models:
+            results[name] = measure(name, Path(folder), args.rounds or ROUNDS[name], device)
     result = {
         "what": "sampled tokens per second, one engine on one core, 64 requests at once",
         "made_by": made_by("python -m benchmarks.generation"),
@@ -106,10 +106,10 @@ def main() -> None:
         "source": source(),
         "hardware": hardware(),
         "versions": {name: version(name) for name in PACKAGES},
-        "models": found,
+        "models": results,
     }
-    words.out.mkdir(parents=True, exist_ok=True)
-    (words.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.flush()
     os._exit(0)  # the engines' process groups need no orderly end
 
@@ -117,12 +117,12 @@ def main() -> None:
 def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, Any]:
     """Measure all arms with one model."""
     task = make_task(name, folder)
-    each, engine = engine_of(task, device, "r3")
+    batch, engine = engine_of(task, device, "r3")
     arms: dict[str, Callable[[int], int]] = {
-        "vllm plain": lambda turn: in_vllm(engine, each, task.max_tokens, turn, alone=True),
-        "vllm": lambda turn: in_vllm(engine, each, task.max_tokens, turn, alone=False),
-        "r3 off": lambda turn: in_r3(engine, each, task.max_tokens, turn),
-        "r3": lambda turn: in_r3(engine, each, task.max_tokens, turn),
+        "vllm plain": lambda turn: in_vllm(engine, batch, task.max_tokens, turn, alone=True),
+        "vllm": lambda turn: in_vllm(engine, batch, task.max_tokens, turn, alone=False),
+        "r3 off": lambda turn: in_r3(engine, batch, task.max_tokens, turn),
+        "r3": lambda turn: in_r3(engine, batch, task.max_tokens, turn),
     }
     settle()  # as a run does
     load = os.getloadavg()[0]
@@ -149,10 +149,10 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
             "bar": round(bar, 3),
             "reached": middle >= bar,
         }
-        found = ratios[ratio]
+        summary = ratios[ratio]
         print(
-            f"{name:7} {ratio:16} {middle:.3f} {found['range']}, of the fastest rounds "
-            f"{found['of_fastest']:.3f}, bar {bar:.3f}"
+            f"{name:7} {ratio:16} {middle:.3f} {summary['range']}, of the fastest rounds "
+            f"{summary['of_fastest']:.3f}, bar {bar:.3f}"
         )
     medians = {arm: round(statistics.median(values), 1) for arm, values in speeds.items()}
     return {
@@ -174,9 +174,9 @@ def engine_of(
     )
     read = read_task(config)
     prompts = prompts_from(read.prompts, seed=0, start=0, count=task.prompts)
-    each = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
+    batch = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
     config = replace(config, replay=ReplayConfig(mode=mode))
-    return each, engine_from_disk(config, device, read)
+    return batch, engine_from_disk(config, device, read)
 
 
 def fastest(speeds: list[float]) -> float:

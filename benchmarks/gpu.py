@@ -186,9 +186,9 @@ def kernels() -> Figures:
         ),
     }
     errors = {}
-    for plain, given in arguments.items():
+    for plain, inputs in arguments.items():
         name = plain.__name__
-        pairs = [getattr(torch.ops.r3, name)(*given), plain(*given)]
+        pairs = [getattr(torch.ops.r3, name)(*inputs), plain(*inputs)]
         ours, theirs = ([one] if torch.is_tensor(one) else list(one) for one in pairs)
         errors[name] = relative_errors(zip(ours, theirs, strict=True))
     # The exponential's last bit seldom moves a result to the next bfloat16. Sums have one order.
@@ -305,12 +305,12 @@ def ipc() -> Figures:
     process = context.Process(target=_reader, args=(there,))
     process.start()
     here.send(share(tensor))
-    name, found = here.recv()
+    name, received = here.recv()
     here.recv()
     doubled = tensor.double().sum().item()
     here.send("done")
     process.join(60)
-    return {"device": name, "passed": found == expected and doubled == 2 * expected}
+    return {"device": name, "passed": received == expected and doubled == 2 * expected}
 
 
 # Like one eighth of Qwen3-30B-A3B: its layers, and what differs in the models of two steps.
@@ -605,12 +605,12 @@ def main() -> None:
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
     parser.add_argument("paths", nargs="*", type=Path, help="of the experiments on files")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
-    words = parser.parse_args()
-    if not (words.rehearse or has_gpu()):
+    args = parser.parse_args()
+    if not (args.rehearse or has_gpu()):
         print("no GPU: torch finds no CUDA device")
         sys.exit(NO_GPU)
-    figures = EXPERIMENTS[words.experiment](*words.paths)
-    print(json.dumps({"experiment": words.experiment} | figures), flush=True)
+    figures = EXPERIMENTS[args.experiment](*args.paths)
+    print(json.dumps({"experiment": args.experiment} | figures), flush=True)
     os._exit(0 if figures.get("passed", True) else 1)  # an engine leaves threads
 
 

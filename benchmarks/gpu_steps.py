@@ -92,14 +92,14 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
     listed = ("--collect-only",) if small else ()  # CPU tests run the same cases
     no_eval: Words = ("--eval.path", "")
 
-    def experiment(*words: str) -> Words:
-        return ("-m", "benchmarks.gpu", *words, *(("--rehearse",) if small else ()))
+    def experiment(*arguments: str) -> Words:
+        return ("-m", "benchmarks.gpu", *arguments, *(("--rehearse",) if small else ()))
 
     def train(name: str, number: int, *flags: str, shares: bool = True) -> Words:
-        words = (*tiny, "--log.dir", str(out / name), "--train.steps", str(number), *few)
+        arguments = (*tiny, "--log.dir", str(out / name), "--train.steps", str(number), *few)
         if "sft" not in flags:  # which has no groups
-            words = (*words, *group)
-        return (*(shared if shares else ()), "train.py", *words, *flags)
+            arguments = (*arguments, *group)
+        return (*(shared if shares else ()), "train.py", *arguments, *flags)
 
     def checked(name: str, *flags: str, to: Sequence[int] = (4,)) -> tuple[Words, ...]:
         """Deterministic runs into one folder, of which later ones resume earlier ones."""
@@ -109,7 +109,7 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
     sft: Words = ("--train.objective", "sft", *no_eval)
     hard: Words = ("--train.lr", "5e-4", "--train.updates_per_step", "4", "--eval.every", "100")
     long = 3 if small else 400
-    found = [
+    declared = [
         Step(name="facts", commands=(experiment("facts"),), limit_s=60),
         *(
             Step(
@@ -297,22 +297,22 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             rehearsed=False,
         ),
     ]
-    return [step for step in found if step.rehearsed or not small]
+    return [step for step in declared if step.rehearsed or not small]
 
 
-def chosen(found: Sequence[Step], names: Sequence[str]) -> list[Step]:
+def chosen(listed: Sequence[Step], names: Sequence[str]) -> list[Step]:
     """The named steps and those they come after; all without names.
 
     Raises:
         ValueError: there are no such steps.
     """
-    known = {step.name: step for step in found}
+    known = {step.name: step for step in listed}
     if unknown := sorted(set(names) - known.keys()):
         raise ValueError(f"no such step: {', '.join(unknown)}. Steps: {', '.join(known)}")
     wanted = set(names or known)
-    for step in reversed(found):  # what a step comes after stands before it
+    for step in reversed(listed):  # what a step comes after stands before it
         wanted |= set(step.after) if step.name in wanted else set()
-    return [step for step in found if step.name in wanted]
+    return [step for step in listed if step.name in wanted]
 
 
 def figures_of(text: str) -> dict[str, Any] | None:
@@ -347,13 +347,13 @@ class Runner:
             "import json, sys; from importlib import metadata as m; print(json.dumps({d.name: "
         )
         versions += "d.version for d in m.distributions() if d.name in sys.argv[1:]}))"
-        words = [python, "-c", versions, *PACKAGES]
-        told = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        command = [python, "-c", versions, *PACKAGES]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         self.versions = json.loads(told.stdout)
-        words = ["git", "describe", "--always", "--dirty"]  # a copy may differ from its commit
+        command = ["git", "describe", "--always", "--dirty"]  # a copy may differ from its commit
         self.commit = ""
         if shutil.which("git"):
-            told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             self.commit = told.stdout.strip()
 
     def run(self, wanted: Sequence[Step], *, jobs: int, deadline: float) -> None:
@@ -397,7 +397,7 @@ class Runner:
     def _start(self, step: Step, deadline: float) -> _Process:
         shutil.rmtree(self.out / step.name, ignore_errors=True)  # else a run would resume it
         limit = min(step.limit_s * self.slack, deadline - time.monotonic())
-        script = " && ".join(shlex.join([self.python, *words]) for words in step.commands)
+        script = " && ".join(shlex.join([self.python, *arguments]) for arguments in step.commands)
         print(f"== {step.name}: starts", flush=True)
         return _Process(script, self.out / f"{step.name}.log", limit, self.environment)
 
@@ -410,7 +410,7 @@ class Runner:
             "machine": self.machine,
             "commit": self.commit,
             "versions": self.versions,
-            "command": " && ".join(shlex.join(words) for words in step.commands),
+            "command": " && ".join(shlex.join(arguments) for arguments in step.commands),
             "alone": step.alone,
             "exit": code,
             "seconds": round(process.seconds, 1),
@@ -493,8 +493,8 @@ def smi(query: str) -> str:
     """What nvidia-smi says about the devices; empty where there is none."""
     if not shutil.which("nvidia-smi"):
         return ""
-    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    return "; ".join(subprocess.run(words, capture_output=True, text=True).stdout.splitlines())
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return "; ".join(subprocess.run(command, capture_output=True, text=True).stdout.splitlines())
 
 
 def main() -> None:
@@ -511,30 +511,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of the runs with and without replay")
     parser.add_argument("--jobs", type=int, help="steps side by side; default: 12, or all cores")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
-    words = parser.parse_args()
-    deadline = time.monotonic() + 60 * words.minutes
-    out = words.out.resolve()
+    args = parser.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    out = args.out.resolve()
     try:
-        wanted = chosen(steps(out, seeds=words.seeds, small=words.rehearse), words.steps)
-        python = with_bundle(words.bundle.resolve(), out) if words.bundle else sys.executable
+        wanted = chosen(steps(out, seeds=args.seeds, small=args.rehearse), args.steps)
+        python = with_bundle(args.bundle.resolve(), out) if args.bundle else sys.executable
     except ValueError as error:
         parser.error(str(error))
     cores = len(os.sched_getaffinity(0))
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    quiet |= {"CUDA_VISIBLE_DEVICES": ""} if words.rehearse else {}
+    quiet |= {"CUDA_VISIBLE_DEVICES": ""} if args.rehearse else {}
     environment = os.environ | quiet | {"PYTHONPATH": str(ROOT)}
-    environment.setdefault("OMP_NUM_THREADS", "1" if words.rehearse else "4")
+    environment.setdefault("OMP_NUM_THREADS", "1" if args.rehearse else "4")
     has_gpu = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not words.rehearse:
+    if not args.rehearse:
         if subprocess.run([python, "-c", has_gpu], capture_output=True).returncode:
             print("no GPU: torch finds no CUDA device (nothing was run)")
             sys.exit(NO_GPU)
     out.mkdir(parents=True, exist_ok=True)
-    machine = "rehearsal on CPU" if words.rehearse else smi("name,driver_version,memory.total")
+    machine = "rehearsal on CPU" if args.rehearse else smi("name,driver_version,memory.total")
     # The cores of a rehearsal have other work, too.
-    runner = Runner(out, python, environment, machine, slack=10 if words.rehearse else 1)
+    runner = Runner(out, python, environment, machine, slack=10 if args.rehearse else 1)
     before = smi("memory.used")
-    runner.run(wanted, jobs=words.jobs or min(12, cores), deadline=deadline)
+    runner.run(wanted, jobs=args.jobs or min(12, cores), deadline=deadline)
     if before:
         print(f"memory of the device in use: {before} before, {smi('memory.used')} after")
     print(f"results: {out / 'results.jsonl'}, logs: {out}/*.log")

@@ -26,11 +26,11 @@ def sections(rows: Sequence[Row]) -> Iterator[str]:
     newest = {(row["machine"], row["step"]): row for row in sorted(rows, key=_when)}
     by_machine = sorted(newest.values(), key=lambda row: row["machine"])
     for machine, group in groupby(by_machine, lambda row: row["machine"]):
-        found = sorted(group, key=lambda row: row["step"])
-        versions = max(found, key=_when)["versions"]
+        ordered = sorted(group, key=lambda row: row["step"])
+        versions = max(ordered, key=_when)["versions"]
         yield f"### {machine}\n\n{', '.join(f'{name} {one}' for name, one in versions.items())}.\n"
-        yield table(["step", "day, commit", "result", "seconds", "figures"], map(summary, found))
-        yield from details(found)
+        yield table(["step", "day, commit", "result", "seconds", "figures"], map(summary, ordered))
+        yield from details(ordered)
 
 
 def _when(row: Row) -> str:
@@ -46,19 +46,19 @@ def summary(row: Row) -> list[str]:
         f"{row['when'][:10]} {row.get('commit', '')}",
         "failed" if failed else "passed",
         f"{row['seconds']:.0f}" if "seconds" in row else "",
-        "; ".join(words(figures)),
+        "; ".join(texts_of(figures)),
     ]
 
 
-def words(figures: Row, prefix: str = "") -> Iterator[str]:
+def texts_of(figures: Row, prefix: str = "") -> Iterator[str]:
     """Short texts of numbers, of the largest of several, and of texts."""
     for name, value in figures.items():
         label = f"{prefix}{name}".replace("_", " ")
         if name in _ELSEWHERE or (name == "passed" and isinstance(value, bool)) or value == []:
             continue
         if isinstance(value, Mapping):
-            yield from words(value, f"{prefix}{name} ")
-        elif isinstance(value, list) and all(isinstance(each, float) for each in value):
+            yield from texts_of(value, f"{prefix}{name} ")
+        elif isinstance(value, list) and all(isinstance(entry, float) for entry in value):
             yield f"{label} at most {max(value):.3g}"
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield f"{label} {value:.4g}"
@@ -66,9 +66,9 @@ def words(figures: Row, prefix: str = "") -> Iterator[str]:
             yield f"{label} {', '.join(value) if isinstance(value, list) else value}"
 
 
-def details(found: Sequence[Row]) -> Iterator[str]:
+def details(ordered: Sequence[Row]) -> Iterator[str]:
     """Tables by step of the run, and of traces."""
-    for row in found:
+    for row in ordered:
         figures = row["figures"] or {}
         if by_step := figures.get("by_step"):
             steps = len(next(iter(by_step.values())))
@@ -84,7 +84,7 @@ def details(found: Sequence[Row]) -> Iterator[str]:
             yield table(["figure", *(f"{step + 1}" for step in shown)], lines)
         if trace := figures.get("trace"):
             said = "; ".join(
-                words({k: v for k, v in trace.items() if k not in ("largest", "milliseconds")})
+                texts_of({k: v for k, v in trace.items() if k not in ("largest", "milliseconds")})
             )
             yield f"`{row['step']}`, one step traced: {trace['milliseconds']:.0f} ms.\n\n{said}.\n"
             largest = [
@@ -110,10 +110,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     from benchmarks.learning_curve import BLUE, RED
 
-    found = max((row for row in rows if row["step"] == "curves"), key=lambda row: row["when"])
+    newest = max((row for row in rows if row["step"] == "curves"), key=lambda row: row["when"])
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     for ax, name in zip(axes, ("reward", "grad_norm"), strict=True):
-        for run, values in found["figures"][name].items():
+        for run, values in newest["figures"][name].items():
             with_replay = "-r3-" in run
             steps = range(1, len(values) + 1)
             label = "with replay" if with_replay else "live routing"

@@ -256,18 +256,18 @@ class Group:
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Group:
         """Pad the rollouts of one prompt; advantages are those of `rloo`."""
-        longest = max(len(each.tokens_T) for each in rollouts)
+        longest = max(len(rollout.tokens_T) for rollout in rollouts)
         layers, top_k = rollouts[0].routed_experts.shape[1:]
         tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64)
         sampled, mu = torch.zeros(2, len(rollouts), longest, dtype=torch.float64)
         routes = torch.zeros(len(rollouts), longest, layers, top_k, dtype=torch.int64)
-        for row, each in enumerate(rollouts):
-            assert each.routed_experts.min() >= 0, "a route is missing"
-            end = len(each.tokens_T)
-            tokens[row, :end] = torch.from_numpy(each.tokens_T)
-            sampled[row, :end] = torch.from_numpy(each.loss_mask_T)
-            mu[row, :end] = torch.from_numpy(each.logprobs_T)
-            routes[row, : end - 1] = torch.from_numpy(each.routed_experts.astype(np.int64))
+        for row, rollout in enumerate(rollouts):
+            assert rollout.routed_experts.min() >= 0, "a route is missing"
+            end = len(rollout.tokens_T)
+            tokens[row, :end] = torch.from_numpy(rollout.tokens_T)
+            sampled[row, :end] = torch.from_numpy(rollout.loss_mask_T)
+            mu[row, :end] = torch.from_numpy(rollout.logprobs_T)
+            routes[row, : end - 1] = torch.from_numpy(rollout.routed_experts.astype(np.int64))
         advantages = rloo(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64))
         return cls(tokens, sampled[:, 1:], mu[:, 1:], routes, advantages.double())
 
@@ -348,7 +348,7 @@ def with_intervals(products_AANN: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     without = [figures(products_AANN[..., rows, :][..., rows]) for rows in kept]
     result = {}
     for name, value in whole.items():
-        spread = torch.stack([each[name] for each in without])
+        spread = torch.stack([gradients[name] for gradients in without])
         error = ((groups - 1) * spread.var(0, correction=0)).sqrt()
         result[name] = (value, 1.96 * error)
     return result
@@ -370,34 +370,34 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=0, help="steps of training before, with r3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    words = parser.parse_args()
-    if words.short:
-        words.prompts = 16
+    args = parser.parse_args()
+    if args.short:
+        args.prompts = 16
     with tempfile.TemporaryDirectory(prefix="r3-oracle-") as folder:
-        weights = ROOT / "r3" / "assets" / words.model
-        if words.after:
-            steps = {"train.steps": words.after, "checkpoint.every": words.after}
-            made = train(Path(folder) / "before", weights, words, steps)
-            weights = made / "hf" / f"step_{words.after:06d}"
-        steps = {"train.steps": 1, "rollout.prompts_per_step": words.prompts}
-        run = train(Path(folder) / "sampled", weights, words, steps | {"checkpoint.every": 0})
+        weights = ROOT / "r3" / "assets" / args.model
+        if args.after:
+            steps = {"train.steps": args.after, "checkpoint.every": args.after}
+            made = train(Path(folder) / "before", weights, args, steps)
+            weights = made / "hf" / f"step_{args.after:06d}"
+        steps = {"train.steps": 1, "rollout.prompts_per_step": args.prompts}
+        run = train(Path(folder) / "sampled", weights, args, steps | {"checkpoint.every": 0})
         rollouts, rewards, _ = read_rollouts(RunDir(run).rollouts(1))
         oracle = Oracle.load(weights)
     line = {
-        **{name: getattr(words, name) for name in ("model", "bits", "after", "seed", "prompts")},
-        **measure(oracle, groups_of(rollouts, rewards), words.bits),
+        **{name: getattr(args, name) for name in ("model", "bits", "after", "seed", "prompts")},
+        **measure(oracle, groups_of(rollouts, rewards), args.bits),
         "date": date.today().isoformat(),
         "source": source(),
         "cpu": hardware()["simd"],
         "versions": {name: version(name) for name in PACKAGES},
     }
     print("\n".join(table(line)))
-    if not words.short:
-        with words.out.open("a", encoding="utf-8") as file:
+    if not args.short:
+        with args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def train(folder: Path, model: Path, words: argparse.Namespace, steps: Mapping[str, int]) -> Path:
+def train(folder: Path, model: Path, args: argparse.Namespace, steps: Mapping[str, int]) -> Path:
     """Run the rounded engine with the settings of the map's first cell; return the run's folder.
 
     Engine and policy are float32, so that rounding to `bits` is all that the oracle must follow.
@@ -408,7 +408,7 @@ def train(folder: Path, model: Path, words: argparse.Namespace, steps: Mapping[s
         "model.fp32_head": "false",
         "engine.dtype": "float32",
         "parallel.ep": 1,
-        "train.seed": words.seed,
+        "train.seed": args.seed,
         "train.lr": LR,
         "train.updates_per_step": 4,
         "log.dir": folder,
@@ -424,7 +424,7 @@ def train(folder: Path, model: Path, words: argparse.Namespace, steps: Mapping[s
             *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
         ],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "MANTISSA_BITS": str(words.bits)},
+        env={**os.environ, **ENVIRONMENT, "MANTISSA_BITS": str(args.bits)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -457,17 +457,17 @@ def measure(oracle: Oracle, groups: Sequence[Group], bits: int) -> dict[str, Any
             for part, names in parts.items():
                 flat = [made[places[name]].flatten() for name in names]
                 vectors[part][arm, number % blocks] += torch.cat(flat)
-    of_part = {part: products(each) for part, each in vectors.items()}
+    of_part = {part: products(products_of_part) for part, products_of_part in vectors.items()}
     of_part["all"] = torch.stack([*of_part.values()]).sum(0)
     result: dict[str, Any] = fidelity(oracle, groups, bits)
     result["stale"] = stale(oracle, groups, LR)
-    for part, each in of_part.items():
+    for part, part_products in of_part.items():
         result[part] = {
             figure: {
                 arm: [float(f"{number:.4g}") for number in (value[place], half[place])]
                 for place, arm in enumerate(ARMS)
             }
-            for figure, (value, half) in with_intervals(each).items()
+            for figure, (value, half) in with_intervals(part_products).items()
         }
     return result
 
@@ -486,8 +486,8 @@ def stale(oracle: Oracle, groups: Sequence[Group], lr: float) -> dict[str, dict[
     names, totals = [*oracle.weights], [torch.zeros_like(w) for w in oracle.weights.values()]
     for group in groups:
         (made,) = gradients(oracle, group, {"replayed": ARMS["replayed"]}, None).values()
-        for total, each in zip(totals, made, strict=True):
-            total += each
+        for total, addend in zip(totals, made, strict=True):
+            total += addend
     moved = replace(
         oracle,
         weights={

@@ -79,7 +79,7 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
         "model": lambda: make_scorer(batched.settings, model=batched),
         "model of one": lambda: make_scorer(single.settings, model=single),
     }
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for number in range(rounds + 1):
         figures: dict[str, Any] = {}
         for name, arm in arms.items():
@@ -100,7 +100,8 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
                 place = scorer.components[0].pool.place
                 assert isinstance(place, Batches)
                 alone = [
-                    single.score(each.response, prompts[each.group]) for each in collected.rollouts
+                    single.score(rollout.response, prompts[rollout.group])
+                    for rollout in collected.rollouts
                 ]
                 figures[name]["batches"] = len(place.trace)
                 figures[name]["worst_difference"] = max(
@@ -108,8 +109,8 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
                     for one, other in zip(rewards_of(collected), alone, strict=True)
                 )
         if number:  # the first warms everything up
-            found.append(figures)
-    return found
+            results.append(figures)
+    return results
 
 
 def main() -> None:
@@ -119,15 +120,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="r3-judges-") as folder:
         from benchmarks import judges  # ranks look the case up by the name of its module
 
         path = classifier(Path(folder))
-        (found,) = run_world(
-            judges.turns, 1, timeout_s=800.0, reward_model=str(path), rounds=words.rounds
+        (results,) = run_world(
+            judges.turns, 1, timeout_s=800.0, reward_model=str(path), rounds=args.rounds
         )
-    arms = {arm: summary([each[arm] for each in found]) for arm in found[0]}
+    arms = {arm: summary([figures[arm] for figures in results]) for arm in results[0]}
     result: dict[str, Any] = {
         "made": date.today().isoformat(),
         "hardware": hardware(),
@@ -135,11 +136,11 @@ def main() -> None:
         "packages": {name: version(name) for name in PACKAGES},
         "sleep_s": SLEEP_S,
         "tolerance": CLASSIFIER_TOLERANCE,
-        "rounds": words.rounds,
+        "rounds": args.rounds,
         "arms": arms,
     }
-    words.out.mkdir(parents=True, exist_ok=True)
-    (words.out / "judges.json").write_text(json.dumps(result, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "judges.json").write_text(json.dumps(result, indent=1) + "\n")
     for arm, figures in arms.items():
         print(f"{arm:12} {figures}")
 
@@ -147,12 +148,12 @@ def main() -> None:
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the rounds, and the largest difference of scores."""
     figures: dict[str, Any] = {
-        name: statistics.median(each[name] for each in rounds)
+        name: statistics.median(of_round[name] for of_round in rounds)
         for name in ("seconds", "writing_s", "judged_before_last", "answers", "judge_mean_s")
     }
     if "batches" in rounds[0]:
-        figures["batches"] = statistics.median(each["batches"] for each in rounds)
-        figures["worst_difference"] = max(each["worst_difference"] for each in rounds)
+        figures["batches"] = statistics.median(of_round["batches"] for of_round in rounds)
+        figures["worst_difference"] = max(of_round["worst_difference"] for of_round in rounds)
     return figures
 
 

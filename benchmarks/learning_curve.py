@@ -70,39 +70,39 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="only the curves, of a model that tools/make_tiny_model.py made"
     )
-    words = parser.parse_args()
+    args = parser.parse_args()
 
-    if words.redraw:
+    if args.redraw:
         draw(
-            json.loads((words.out / "learning_curve.json").read_text()),
-            words.out / "learning_curve.png",
+            json.loads((args.out / "learning_curve.json").read_text()),
+            args.out / "learning_curve.png",
         )
         return
-    of_model = ("--model.path", str(words.model), *PRECISIONS[ALL_FLOAT32]) if words.model else ()
+    of_model = ("--model.path", str(args.model), *PRECISIONS[ALL_FLOAT32]) if args.model else ()
     with tempfile.TemporaryDirectory(prefix="r3-curve-") as folder:
         curves = {
             seed: run(
-                Path(folder) / f"curve-{seed}", seed, words.steps, "--eval.every", "5", *of_model
+                Path(folder) / f"curve-{seed}", seed, args.steps, "--eval.every", "5", *of_model
             )
-            for seed in words.seeds
+            for seed in args.seeds
         }
         mismatch = {
             name: [
                 run(
                     Path(folder) / f"{number}-{seed}",
                     seed,
-                    words.mismatch_steps,
+                    args.mismatch_steps,
                     *flags,
                     "--eval.every",
                     "0",
                 )
-                for seed in words.seeds
+                for seed in args.seeds
             ]
-            for number, (name, flags) in enumerate({} if words.model else PRECISIONS.items())
+            for number, (name, flags) in enumerate({} if args.model else PRECISIONS.items())
         }
-    found = {
+    results = {
         "what": "preset `tiny`: held-out greedy accuracy, reward, mismatch of engine and policy",
-        **({"model": words.model.name} if words.model else {}),
+        **({"model": args.model.name} if args.model else {}),
         "made_by": made_by("python benchmarks/learning_curve.py"),
         "date": date.today().isoformat(),
         "source": source(),
@@ -115,12 +115,12 @@ def main() -> None:
         "seeds": {str(seed): curve(*made) for seed, made in curves.items()},
         "mismatch": {name: gap(runs) for name, runs in mismatch.items()},
     }
-    words.out.mkdir(parents=True, exist_ok=True)
-    name = f"learning_curve_{words.model.name}" if words.model else "learning_curve"
-    (words.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if not words.model:
-        draw(found, words.out / "learning_curve.png")
-    report(found)
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"learning_curve_{args.model.name}" if args.model else "learning_curve"
+    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if not args.model:
+        draw(results, args.out / "learning_curve.png")
+    report(results)
 
 
 def run(
@@ -211,9 +211,9 @@ def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, An
 def source() -> dict[str, Any]:
     """Return the commit that ran, and whether files differed from it."""
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True
         ).stdout.strip()
 
     return {
@@ -230,13 +230,13 @@ def made_by(script: str) -> str:
     Args:
         script: the command without arguments.
     """
-    words = iter(sys.argv[1:])
+    arguments = iter(sys.argv[1:])
     kept = []
-    for word in words:
+    for word in arguments:
         if word == "--out":
-            next(words)
+            next(arguments)
         elif word == "--beside":
-            next(words)
+            next(arguments)
             kept += [word, "CLONE"]
         elif not word.startswith("--out="):
             kept.append(word)
@@ -259,7 +259,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy and reward of every seed; below, the mismatch with replayed and live routes."""
     import matplotlib
 
@@ -284,7 +284,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     )
     learning, reward = top.subplots(1, 2)
     last = 0
-    for (seed, made), color in zip(found["seeds"].items(), SEED_COLORS, strict=False):
+    for (seed, made), color in zip(results["seeds"].items(), SEED_COLORS, strict=False):
         label, accuracy, rewards = f"seed {seed}", made["heldout_accuracy"], made["reward_mean"]
         steps = [int(step) for step in accuracy]
         learning.plot(
@@ -312,9 +312,9 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         fontsize=10,
     )
     k3, agree = bottom.subplots(1, 2, gridspec_kw={"width_ratios": [1.35, 1]})
-    rounded = [name for name in found["mismatch"] if "bfloat16" in name]
+    rounded = [name for name in results["mismatch"] if "bfloat16" in name]
     for place, name in enumerate(rounded):
-        made = found["mismatch"][name]
+        made = results["mismatch"][name]
         live, replayed = ([*chain(*made[key])] for key in ("k3_live", "k3"))
         left, right = place - 0.2, place + 0.2
         for pair in zip(live, replayed, strict=True):
@@ -346,12 +346,12 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         xlim=(-0.55, len(rounded) - 0.45),
     )
     k3.set_xticks(range(len(rounded)), [name.replace(", ", "\n") for name in rounded])
-    names = list(found["mismatch"])
+    names = list(results["mismatch"])
     for place, name in enumerate(names):
-        shares = [*chain(*found["mismatch"][name]["routing_agreement"])]
+        shares = [*chain(*results["mismatch"][name]["routing_agreement"])]
         spread = [place + 0.3 * (i / max(1, len(shares) - 1) - 0.5) for i in range(len(shares))]
         agree.plot(spread, shares, "o", color=BLUE, markersize=3, alpha=0.6)
-        mean = found["mismatch"][name]["routing_agreement_mean"]
+        mean = results["mismatch"][name]["routing_agreement_mean"]
         agree.plot([place - 0.25, place + 0.25], [mean] * 2, color=BLUE, linewidth=2.2)
     agree.set(
         title="Live choice equals the engine's",
@@ -364,9 +364,9 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def report(found: Mapping[str, Any]) -> None:
+def report(results: Mapping[str, Any]) -> None:
     """Print a summary of the figures."""
-    for seed, made in found["seeds"].items():
+    for seed, made in results["seeds"].items():
         accuracy = " ".join(
             f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items()
         )
@@ -376,7 +376,7 @@ def report(found: Mapping[str, Any]) -> None:
             f"{made['training_s_to_target']} s; {made['training_s']} s of training, "
             f"{made['wall_s']} s in all"
         )
-    for name, made in found["mismatch"].items():
+    for name, made in results["mismatch"].items():
         print(
             f"{name}: k3 {made['k3_mean']:.2e} replayed, {made['k3_live_mean']:.2e} live (below in "
             f"{made['steps_replay_below_live']}, above in {made['steps_replay_above_live']} of "

@@ -58,25 +58,25 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    words = parser.parse_args()
-    for name in words.parts:
-        figures = PARTS[name](words.seeds)
-        found = json.loads(OUT.read_text()) if OUT.exists() else {}
-        found[name] = {
+    args = parser.parse_args()
+    for name in args.parts:
+        figures = PARTS[name](args.seeds)
+        results = json.loads(OUT.read_text()) if OUT.exists() else {}
+        results[name] = {
             "made_by": made_by(f"python -m benchmarks.lora {name}"),
             "date": date.today().isoformat(),
             "source": source(),
             "hardware": hardware(),
             **figures,
         }
-        OUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(figures, indent=1), flush=True)
     os._exit(0)
 
 
 def curves(seeds: list[int]) -> dict[str, Any]:
     """Train the preset `tiny`, evaluated after every step; the first step at `TARGET`."""
-    found: dict[str, Any] = {}
+    arms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="r3-lora-") as folder:
         for seed in seeds:
             for name, (steps, flags) in ARMS.items():
@@ -86,13 +86,13 @@ def curves(seeds: list[int]) -> dict[str, Any]:
                     row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row
                 ]
                 reached = (step for step, value in enumerate(accuracy) if value >= TARGET)
-                found.setdefault(name, {})[str(seed)] = {
+                arms.setdefault(name, {})[str(seed)] = {
                     "first_step_at_target": next(reached, None),
                     "heldout_accuracy": accuracy,
                     "k3_max": max(row["mismatch/k3"] for row in rows if "mismatch/k3" in row),
                 }
-                print(name, seed, found[name][str(seed)], flush=True)
-    return {"target": TARGET, "arms": found}
+                print(name, seed, arms[name][str(seed)], flush=True)
+    return {"target": TARGET, "arms": arms}
 
 
 def step(_seeds: list[int]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def base(_seeds: list[int]) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return torch.cat([model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in texts])
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with CheckpointReader(path) as reader:
         model = {name: reader.read(name).float() for name in quantised_tensors(shape)}
     whole, expected = sum(float(one.square().sum()) for one in model.values()), logprobs(path)
@@ -190,12 +190,12 @@ def base(_seeds: list[int]) -> dict[str, Any]:
             place = Path(folder) / "model"
             export(place, stream, policy, device, mesh, small_files=small, metadata={})
             got = logprobs(str(place))
-        found[kind] = {
+        results[kind] = {
             "weight_error": (off / whole) ** 0.5,
             "kl_mean": float((expected.exp() * (expected - got)).sum(-1).mean()),
             "first_token_changed": float((got.argmax(-1) != expected.argmax(-1)).float().mean()),
         }
-    return found
+    return results
 
 
 def engine(_seeds: list[int]) -> dict[str, Any]:
@@ -228,12 +228,12 @@ def engine(_seeds: list[int]) -> dict[str, Any]:
         ]
         adapter = Path(folder) / "adapter"
         write_adapter(adapter, pairs, adapter_config(shape, lora, ranks, folder), lora)
-        given: dict[str, Any] = dict(
+        options: dict[str, Any] = dict(
             dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=64,
             kv_cache_memory_bytes=1 << 26, skip_tokenizer_init=True,
         )  # fmt: skip
-        plain = LLM(folder, **given)
-        own = LLM(folder, enable_lora=True, max_lora_rank=16, max_loras=1, **given)
+        plain = LLM(folder, **options)
+        own = LLM(folder, enable_lora=True, max_lora_rank=16, max_loras=1, **options)
         requests = [LoRARequest(f"a{i}", i, str(adapter)) for i in range(1, 7)]
         arms = {"merged": (plain, None), "own adapters": (own, requests[0])}
         rates: dict[str, list[float]] = {name: [] for name in arms}

@@ -68,25 +68,25 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--redraw", action="store_true", help="run nothing")
-    words = parser.parse_args()
-    file = words.out / "mismatch.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    args = parser.parse_args()
+    file = args.out / "mismatch.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="r3-mismatch-") as folder:
-        for name in () if words.redraw else words.experiments:
-            section = found.setdefault(name, {})
-            for what, measure in EXPERIMENTS[name](Path(folder), words.seeds).items():
+        for name in () if args.redraw else args.experiments:
+            section = results.setdefault(name, {})
+            for what, measure in EXPERIMENTS[name](Path(folder), args.seeds).items():
                 if what in section:
                     print(f"{name} {what}: is there already", flush=True)
                     continue
                 section[what] = measure()
                 print(f"{name} {what}", flush=True)
-                found["about"] = about()
-                words.out.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    text = "\n".join(tables(found)) + "\n"
-    (words.out / "mismatch.md").write_text(text, encoding="utf-8")
+                results["about"] = about()
+                args.out.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join(tables(results)) + "\n"
+    (args.out / "mismatch.md").write_text(text, encoding="utf-8")
     print(text)
-    draw(found, words.out / "mismatch.png")
+    draw(results, args.out / "mismatch.png")
 
 
 def about() -> dict[str, Any]:
@@ -286,7 +286,7 @@ EXPERIMENTS = {"E5": e5, "E6": e6, "E12": e12}
 # Tables
 
 
-def tables(found: Mapping[str, Any]) -> list[str]:
+def tables(results: Mapping[str, Any]) -> list[str]:
     """Return all tables as Markdown."""
     lines = [
         "# Mismatch: E5, E6, E12",
@@ -294,8 +294,8 @@ def tables(found: Mapping[str, Any]) -> list[str]:
         "Written by `python -m benchmarks.mismatch`; figures in mismatch.json.",
     ]
     for name, write in (("E5", e5_table), ("E6", e6_table), ("E12", e12_table)):
-        if name in found:
-            lines += ["", *write(found[name])]
+        if name in results:
+            lines += ["", *write(results[name])]
     return lines
 
 
@@ -303,7 +303,7 @@ def mean(rows: Sequence[Row], arm: str, figure: str) -> float:
     return fmean(row[arm][figure] for row in rows)
 
 
-def e5_table(found: Mapping[str, Any]) -> list[str]:
+def e5_table(results: Mapping[str, Any]) -> list[str]:
     """Return one line per model and precision, each value as replayed / live."""
     lines = [
         f"## E5: {BATCHES} batches of {PROMPTS * GROUP} answers, replayed / live routes of the "
@@ -318,7 +318,7 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
         " slots differ | tokens differ | replayed / floor |",
         "|---" * 13 + "|",
     ]
-    for name, rows in found.items():
+    for name, rows in results.items():
         model, *precision = name.split(" | ")
         if "replay" not in rows[0]:
             cells = [
@@ -339,7 +339,7 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
             }
             on, off = mean(rows, "replay", "k3"), mean(rows, "live", "k3")
             floor = (
-                mean(found[" | ".join(["dense twin", *precision])], "live", "k3")
+                mean(results[" | ".join(["dense twin", *precision])], "live", "k3")
                 if model == "near ties"
                 else 0.0
             )
@@ -363,7 +363,7 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def e6_table(found: Mapping[str, Any]) -> list[str]:
+def e6_table(results: Mapping[str, Any]) -> list[str]:
     """Return the tables of swapped experts and of misaligned rows."""
     lines = [
         "## E6: ranks K and K + 1 swapped in a share p of (token, layer) slots; float32 policy",
@@ -375,7 +375,7 @@ def e6_table(found: Mapping[str, Any]) -> list[str]:
         "| model, engine | p | slots hit | agreement | used | k3 | k3 of live routes |",
         "|---" * 7 + "|",
     ]
-    for name, made in found.items():
+    for name, made in results.items():
         for share in DOSES:
             dose = made["doses"][str(share)]
             hit = sum(dose["hits"]) / (dose["rows"] * len(dose["hits"]))
@@ -388,10 +388,10 @@ def e6_table(found: Mapping[str, Any]) -> list[str]:
             ]
             cells += [f"{dose['k3']:.2e}", f"{made['live']['k3']:.2e}"]
             lines.append(f"| {name.replace(' | ', ', ')} | {' | '.join(cells)} |")
-    names = list(next(iter(found.values()))["misaligned"])
+    names = list(next(iter(results.values()))["misaligned"])
     lines += ["", "Misaligned routes with a bfloat16 engine: k3 over that of correct routes.", ""]
     lines += [f"| model | correct k3 | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
-    for name, made in found.items():
+    for name, made in results.items():
         if name.endswith("bfloat16"):
             right = made["doses"]["0.0"]["k3"]
             cells = [
@@ -402,7 +402,7 @@ def e6_table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def e12_table(found: Mapping[str, Any]) -> list[str]:
+def e12_table(results: Mapping[str, Any]) -> list[str]:
     """Return the tables of learning per seed, of the paired comparison and of the cost."""
     lines = [
         f"## E12: tiny-smoke, {STEPS} steps, engine routers with noise {ROUTER_NOISE}",
@@ -414,13 +414,13 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
         " accuracy off / r2 / r3 |",
         "|---" * 6 + "|",
     ]
-    started = sorted({int(name.split(" | ")[1]) for name in found if name.startswith("learn")})
-    seeds = [seed for seed in started if f"cost | {seed} | r3" in found]  # the last run of a seed
+    started = sorted({int(name.split(" | ")[1]) for name in results if name.startswith("learn")})
+    seeds = [seed for seed in started if f"cost | {seed} | r3" in results]  # the last run of a seed
     if not seeds:
         return ["## E12: no seed is complete"]
     for updates in UPDATES:
         for seed in seeds:
-            runs = [found[f"learn | {seed} | {updates} | {mode}"] for mode in MODES]
+            runs = [results[f"learn | {seed} | {updates} | {mode}"] for mode in MODES]
             cells = [
                 " / ".join(f"{fmean(run['mismatch/k3']):.1e}" for run in runs),
                 " / ".join(f"{fmean(run['mismatch/f2']):.1e}" for run in runs),
@@ -431,7 +431,7 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
     lines += ["", "| updates a step | pre-registered | found | holds |", "|---" * 4 + "|"]
     for updates in UPDATES:
         pairs = [
-            tuple(found[f"learn | {seed} | {updates} | {mode}"] for mode in ("off", "r3"))
+            tuple(results[f"learn | {seed} | {updates} | {mode}"] for mode in ("off", "r3"))
             for seed in seeds
         ]
         for text, name in (
@@ -453,16 +453,16 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
             f"| {updates} | accuracy r3 - off not worse (paired bootstrap) | {said} | "
             f"{yes(high >= 0)} |"
         )
-    lines += ["", *cost_table(found, seeds)]
+    lines += ["", *cost_table(results, seeds)]
     return lines
 
 
-def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+def cost_table(results: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
     """Return the cost of mode r3 relative to off, on the same tokens."""
 
     def pooled(mode: str, name: str) -> list[float]:
         # The first step is a warm-up.
-        return [value for seed in seeds for value in found[f"cost | {seed} | {mode}"][name][1:]]
+        return [value for seed in seeds for value in results[f"cost | {seed} | {mode}"][name][1:]]
 
     def rates(mode: str) -> list[float]:
         tokens, seconds = pooled(mode, "rollout/tokens"), pooled(mode, "time/generate_s")
@@ -473,7 +473,7 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
 
     step, training = ratio(median, "time/step_s"), ratio(median, "time/train_s")
     times = f"{step:.3f}; training alone {training:.3f}; fastest {ratio(min, 'time/step_s'):.3f}"
-    routes = [found[f"cost | {seed} | r3"]["routes"] for seed in seeds]
+    routes = [results[f"cost | {seed} | r3"]["routes"] for seed in seeds]
     exact = all(r["bytes"] == r["formula"] for r in routes)
     speed, best = (of(rates("r3")) / of(rates("off")) for of in (median, max))
     lines = [
@@ -489,7 +489,7 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
         f"{yes(speed >= 0.95)} |",
         f"| step time, r3 / off <= 1.05 | {times} | {yes(step <= 1.05)} |",
     ]
-    if long := found.get("endurance"):
+    if long := results.get("endurance"):
         early = {name: values[9] for name, values in long.items() if name.startswith("memory/")}
         grown = max(long[name][-1] - value for name, value in early.items())
         name = "memory/peak_gib"
@@ -532,11 +532,11 @@ def yes(holds: bool) -> str:
 # Picture
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw E5 as pairs, E6 as a curve and E12 as k3 over steps."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, (pairs, doses, learning) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    if made := found.get("E5"):
+    if made := results.get("E5"):
         names = [name for name in made if "dense" not in name and not name.endswith("float32")]
         for place, name in enumerate(names):
             for row in made[name]:
@@ -557,7 +557,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             yscale="log", title="E5: live (red), replayed (blue); a line is a batch", ylabel="k3"
         )
     for (name, made), color in zip(
-        found.get("E6", {}).items(), (BLUE, RED, "#2e8b57", "#d9822b"), strict=False
+        results.get("E6", {}).items(), (BLUE, RED, "#2e8b57", "#d9822b"), strict=False
     ):
         k3 = [made["doses"][str(share)]["k3"] for share in DOSES]
         doses.plot(
@@ -574,7 +574,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         xlabel="p",
     )
     doses.legend(frameon=False, fontsize=7)
-    for name, run in found.get("E12", {}).items():
+    for name, run in results.get("E12", {}).items():
         kind, *what = name.split(" | ")
         if kind == "learn" and what[1] == str(UPDATES[0]):
             color = {"off": RED, "r2": GREY, "r3": BLUE}[what[2]]
@@ -587,7 +587,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         title=f"E12: k3 in training, router noise {ROUTER_NOISE}, 3 seeds",
         xlabel="step",
     )
-    if found.get("E12"):
+    if results.get("E12"):
         learning.legend(frameon=False)
     for axes in (pairs, doses, learning):
         axes.grid(alpha=0.25)

@@ -80,7 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
+    args = parser.parse_args()
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",
@@ -93,10 +93,10 @@ def main() -> None:
 
     mesh = build_mesh(device, Config().parallel)
     models = {"28 M": small_model(device, mesh), "52 M": middle_model(device, mesh)}
-    found = {
-        name: (lengths, take_turns(arms, words.rounds)) for name, (lengths, arms) in models.items()
+    results = {
+        name: (lengths, take_turns(arms, args.rounds)) for name, (lengths, arms) in models.items()
     }
-    report(words.out, found)
+    report(args.out, results)
     os._exit(0)
 
 
@@ -274,8 +274,8 @@ def agree(hf: Any, batch: Batch, policy: Policy) -> None:
     parameter = next(
         p for p in policy.chunks[0].parameters() if p.data_ptr() == head.tensor.data_ptr()
     )
-    expected, found = hf.lm_head.weight.grad, parameter.main_grad
-    difference = float((found - expected).norm() / expected.norm())
+    expected, gradient = hf.lm_head.weight.grad, parameter.main_grad
+    difference = float((gradient - expected).norm() / expected.norm())
     assert difference < 1e-4, f"gradients of the two differ by {difference:.1e}"
 
 
@@ -299,7 +299,7 @@ def take_turns(arms: Arms, rounds: int) -> dict[str, list[float]]:
 
 def report(out: Path, measured: dict[str, tuple[list[int], dict[str, list[float]]]]) -> None:
     """Write figures of every model: lengths of its sequences, and seconds of its arms."""
-    found = {
+    results = {
         "what": "forward and backward of a step, random Qwen3-MoE, 64 experts, one thread",
         "made_by": made_by("python -m benchmarks.train_step"),
         "date": date.today().isoformat(),
@@ -318,7 +318,7 @@ def report(out: Path, measured: dict[str, tuple[list[int], dict[str, list[float]
         },
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "train_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (out / "train_step.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def figures(model: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -327,13 +327,16 @@ def figures(model: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     for name, (over, under, bar) in BARS.items():
         if over not in seconds or under not in seconds:
             continue
-        each = sorted(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
-        middle = statistics.median(each)
+        quotients = sorted(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
+        middle = statistics.median(quotients)
         fastest = min(seconds[over]) / min(seconds[under])
         ratios[name] = {
             "median": round(middle, 3),
             "of_fastest": round(fastest, 3),
-            "quartiles": [round(each[len(each) // 4], 3), round(each[-1 - len(each) // 4], 3)],
+            "quartiles": [
+                round(quotients[len(quotients) // 4], 3),
+                round(quotients[-1 - len(quotients) // 4], 3),
+            ],
             "bar": bar,
             "reached": middle >= bar,
         }

@@ -89,8 +89,8 @@ def main():
         ),
     )
     trainer.train()
-    found = {"seconds": clock.seconds, "tokens": clock.tokens}
-    (Path(task["out"]) / "steps.json").write_text(json.dumps(found))
+    figures = {"seconds": clock.seconds, "tokens": clock.tokens}
+    (Path(task["out"]) / "steps.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

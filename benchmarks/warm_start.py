@@ -46,10 +46,10 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true", help="only picture and table")
     if not parser.parse_args().redraw:
         RESULTS.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
-    found = json.loads(RESULTS.read_text())
-    draw(found["runs"], RESULTS.with_suffix(".png"))
+    results = json.loads(RESULTS.read_text())
+    draw(results["runs"], RESULTS.with_suffix(".png"))
     before, rest = README.read_text().split(MARKS[0])
-    parts = (before + MARKS[0], table(found["runs"]), MARKS[1] + rest.split(MARKS[1])[1])
+    parts = (before + MARKS[0], table(results["runs"]), MARKS[1] + rest.split(MARKS[1])[1])
     README.write_text("\n\n".join(parts))
 
 

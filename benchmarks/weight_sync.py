@@ -82,32 +82,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", action="store_true", help="print where a sync spends its time")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
+    args = parser.parse_args()
     from benchmarks import weight_sync  # ranks find the case by the module's name
 
     rows = []
     print("| model | ranks | MB per rank | sync | copy | repacking | (copy + repacking) / sync |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="r3-weight-sync-") as folder:
-        for name in words.models:
+        for name in args.models:
             path = checkpoint(Path(folder) / name.replace(" ", ""), name)
-            for ranks in words.ranks:
+            for ranks in args.ranks:
                 load = os.getloadavg()[0]
                 turns = run_world(
                     weight_sync.measure,
                     ranks,
                     timeout_s=600,
                     model=str(path),
-                    dtype=words.dtype,
-                    rounds=words.rounds,
-                    profile=words.profile,
+                    dtype=args.dtype,
+                    rounds=args.rounds,
+                    profile=args.profile,
                 )
                 rows.append(row(name, ranks, turns) | {"load_average_before": round(load, 1)})
                 print(table_row(rows[-1]), flush=True)
-                if words.profile:
+                if args.profile:
                     print(turns[0].profile)
-    if not words.profile:
-        write(words.out, rows, words.dtype)
+    if not args.profile:
+        write(args.out, rows, args.dtype)
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -214,7 +214,7 @@ def row(name: str, ranks: int, turns: list[Turns]) -> dict[str, Any]:
 
     def slowest(arm: str) -> float:
         return statistics.median(
-            map(max, zip(*(getattr(each, arm) for each in turns), strict=True))
+            map(max, zip(*(getattr(turn, arm) for turn in turns), strict=True))
         )
 
     sync_s, copy_s, repack_s = slowest("sync"), slowest("copy"), slowest("repack")
@@ -230,23 +230,23 @@ def row(name: str, ranks: int, turns: list[Turns]) -> dict[str, Any]:
         "ratio": round(ratio, 3),
         "bar": BAR,
         "reached": ratio >= BAR,
-        "rounds": [vars(each) for each in turns],
+        "rounds": [vars(turn) for turn in turns],
     }
 
 
-def table_row(found: dict[str, Any]) -> str:
+def table_row(row: dict[str, Any]) -> str:
     """One row of the table in benchmarks/README.md."""
-    megabytes = found["bytes_per_rank"] / 1e6
-    seconds = [f"{1e3 * found[key]:.1f} ms" for key in ("sync_s", "copy_s", "repack_s")]
+    megabytes = row["bytes_per_rank"] / 1e6
+    seconds = [f"{1e3 * row[key]:.1f} ms" for key in ("sync_s", "copy_s", "repack_s")]
     return (
-        f"| {found['model']} | {found['ranks']} | {megabytes:.0f} | {' | '.join(seconds)} "
-        f"| {found['ratio']:.2f} |"
+        f"| {row['model']} | {row['ranks']} | {megabytes:.0f} | {' | '.join(seconds)} "
+        f"| {row['ratio']:.2f} |"
     )
 
 
 def write(out: Path, rows: list[dict[str, Any]], dtype: str) -> None:
     """Write weight_sync.json."""
-    found = {
+    results = {
         "what": f"weight sync against a plain copy and repacking, {dtype}, one thread per rank",
         "made_by": made_by("python -m benchmarks.weight_sync"),
         "date": date.today().isoformat(),
@@ -259,7 +259,7 @@ def write(out: Path, rows: list[dict[str, Any]], dtype: str) -> None:
         "rows": rows,
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "weight_sync.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (out / "weight_sync.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -149,27 +149,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=SHORT_STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--figure", type=Path, help="an .svg to draw")
-    words = parser.parse_args()
-    if words.short:
-        words.arms, words.cells, words.seeds, words.steps = ["live", "r3"], [0], [0, 1], SHORT_STEPS
-        words.out = ROOT / "runs" / "when_replay_matters.jsonl"
-        words.out.parent.mkdir(exist_ok=True)
-    until = time.monotonic() + 3600 * words.hours
-    lines = read(words.out)
+    args = parser.parse_args()
+    if args.short:
+        args.arms, args.cells, args.seeds, args.steps = ["live", "r3"], [0], [0, 1], SHORT_STEPS
+        args.out = ROOT / "runs" / "when_replay_matters.jsonl"
+        args.out.parent.mkdir(exist_ok=True)
+    until = time.monotonic() + 3600 * args.hours
+    lines = read(args.out)
     # All arms of a seed before the next: a part is a whole map.
-    wanted = [(seed, c, arm) for seed in words.seeds for c in words.cells for arm in words.arms]
-    for seed, number, arm in [] if words.table else wanted:
+    wanted = [(seed, c, arm) for seed in args.seeds for c in args.cells for arm in args.arms]
+    for seed, number, arm in [] if args.table else wanted:
         cell = CELLS[number]
-        if is_there(lines, cell, arm, seed, words.steps) or time.monotonic() > until:
+        if is_there(lines, cell, arm, seed, args.steps) or time.monotonic() > until:
             continue
-        if line := run(cell, arm, seed, words.steps):
+        if line := run(cell, arm, seed, args.steps):
             lines.append(line)
-            with words.out.open("a", encoding="utf-8") as file:
+            with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{cell} {arm}, seed {seed}: {says(line)}", flush=True)
-    print("\n".join(table(lines, words.steps)))
-    if words.figure:
-        draw(lines, words.steps, words.figure)
+    print("\n".join(table(lines, args.steps)))
+    if args.figure:
+        draw(lines, args.steps, args.figure)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -309,9 +309,9 @@ def table(lines: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
         "| final reward | less live, in pairs | replay | gradient, p99 / median | largest |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    found = first(lines, steps)
+    finished = first(lines, steps)
     for cell in CELLS:
-        of_cell = [line for line in found if line["cell"] == asdict(cell)]
+        of_cell = [line for line in finished if line["cell"] == asdict(cell)]
         captured = [line for line in of_cell if line["arm"].startswith("r3")]
         agreed = [line["routing/agreement"][0] for line in captured if line["routing/agreement"]]
         live = [line for line in of_cell if line["arm"] == "live"]
@@ -399,13 +399,17 @@ def draw(lines: Iterable[Mapping[str, Any]], steps: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "r3", "font.size": 9})
-    found = first(lines, steps)
-    cells = [cell for cell in CELLS if any(line["cell"] == asdict(cell) for line in found)]
+    finished = first(lines, steps)
+    cells = [cell for cell in CELLS if any(line["cell"] == asdict(cell) for line in finished)]
     places = [
         (cell, arm, sorted(runs, key=by_seed))
         for cell in cells
         for arm in ARMS
-        if (runs := [line for line in found if (line["cell"], line["arm"]) == (asdict(cell), arm)])
+        if (
+            runs := [
+                line for line in finished if (line["cell"], line["arm"]) == (asdict(cell), arm)
+            ]
+        )
     ]
     figure, (curves, norms, rewards) = plt.subplots(
         1, 3, figsize=(11, 1.6 + 0.22 * len(places)), layout="constrained", width_ratios=(3, 3, 2)

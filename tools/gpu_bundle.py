@@ -100,7 +100,7 @@ def blank(library: bytearray, architecture: int) -> int:
     return kept
 
 
-def pip(action: str, *words: str) -> None:
+def pip(action: str, *arguments: str) -> None:
     """Run pip for the machine's Python, without dependencies and builds."""
     target = ["--no-deps", "--only-binary", ":all:", "--python-version", "3.12"]
     target += ["--implementation", "cp"]
@@ -111,7 +111,7 @@ def pip(action: str, *words: str) -> None:
     for other in ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "any"):
         target += ["--platform", other]
     command = [sys.executable, "-m", "pip", action, "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, *target, *words], check=True)
+    subprocess.run([*command, *target, *arguments], check=True)
 
 
 def main() -> None:

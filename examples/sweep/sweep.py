@@ -24,17 +24,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--grid", action="append", required=True, metavar="SETTING=A,B,...")
     parser.add_argument("flags", nargs="*", help="after --: flags of all runs")
-    words = parser.parse_args()
+    args = parser.parse_args()
     axes = []
-    for axis in words.grid:
+    for axis in args.grid:
         setting, _, values = axis.partition("=")
         axes.append([(setting, value) for value in values.split(",")])
     results = []
     for combination in itertools.product(*axes):
         name = "_".join(f"{setting}={value}" for setting, value in combination)
-        folder = words.out / name
+        folder = args.out / name
         chosen = [word for setting, value in combination for word in (f"--{setting}", value)]
-        command = [str(LAUNCHER), words.preset, *words.flags, *chosen, "--log.dir", str(folder)]
+        command = [str(LAUNCHER), args.preset, *args.flags, *chosen, "--log.dir", str(folder)]
         print(f"== {name}", flush=True)
         if subprocess.run(command, check=False).returncode:
             sys.exit(f"{name} failed: {' '.join(command)}")
