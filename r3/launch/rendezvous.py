@@ -23,7 +23,7 @@ def addressed(args: Any) -> list[str]:
     that they may not know, and they would wait for half an hour.
 
     Args:
-        words: torchrun's, parsed.
+        args: torchrun's, parsed.
 
     Raises:
         ValueError: the name of the rendezvous does not resolve.
@@ -106,7 +106,7 @@ def impatient(args: Any, say: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for, if launchers of several machines have not met soon after the start.
 
     Args:
-        words: torchrun's, parsed.
+        args: torchrun's, parsed.
         say: writes a line.
     """
     if args.standalone or args.rdzv_backend != "c10d":
