@@ -27,12 +27,10 @@ class Played:
     def __init__(self, agent: Agent, says: Callable[[str], str], **options: Any) -> None:
         class Served:
             async def run(self, task: Prompt, model: Model) -> Any:
-                async with serve(model) as access:
-                    options = {"base_url": access.base_url, "api_key": access.api_key}
-                    async with openai.AsyncOpenAI(**options, max_retries=0) as client:
-                        client.refused = model.refused
-                        played.value = await agent(client)
-                        return 1.0
+                async with serve(model) as access, client_of(access) as client:
+                    client.refused = model.refused
+                    played.value = await agent(client)
+                    return 1.0
 
         played = self
         self.value: Any = None
@@ -58,3 +56,20 @@ def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
 
 def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
     return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
+
+
+def client_of(access: Any) -> Any:
+    """The official client of an endpoint; it asks once."""
+    given = {"base_url": access.base_url, "api_key": access.api_key}
+    return openai.AsyncOpenAI(**given, max_retries=0)
+
+
+def address_of(client: Any) -> str:
+    """The address of the server, with no API's path behind it."""
+    return str(client.base_url).removesuffix("/v1/")
+
+
+async def post(client: Any, path: str, body: Any) -> Any:
+    """What a client without types gets."""
+    head = {"Authorization": f"Bearer {client.api_key}"}
+    return await client._client.post(address_of(client) + path, json=body, headers=head)

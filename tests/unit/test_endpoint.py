@@ -21,7 +21,7 @@ from r3.config import ConfigError, EnvConfig
 from r3.envs import Model, Workflows, host_of, serve, token_bytes
 from r3.rollout import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt
-from tests.agents import ASK, CALL, PROMPT, TOOLS, Played, chat, play
+from tests.agents import ASK, CALL, PROMPT, TOOLS, Played, chat, client_of, play, post
 from tests.errors import Capsys
 from tests.rounds import play_round
 from tests.tiny import tiny_config
@@ -120,23 +120,18 @@ def test_a_named_tool_parser_is_that_of_vllm(name: str) -> None:
 THINKS = "<think>\nhm\n</think>\n\nyes"
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["keeps reasoning", "drops reasoning"])
-def test_reasoning_is_shown_apart(keeps: bool) -> None:
+def test_a_message_that_comes_back_without_its_reasoning_begins_a_sequence() -> None:
+    """With it: test_apis.py."""
+
     async def agent(client: Any) -> Any:
         message = (await chat(client)).choices[0].message
-        back = message.model_dump(exclude_none=True)
-        if not keeps:
-            del back["reasoning"]
-        more = [*ASK, back, {"role": "user", "content": "go"}]
-        stream = await chat(client, more, stream=True)
-        first = await anext(aiter(stream))
-        return message, first.choices[0].delta
+        back = {"role": "assistant", "content": message.content}
+        await chat(client, [*ASK, back, {"role": "user", "content": "go"}])
+        return message.reasoning.strip(), message.content.strip()
 
     played = play(agent, THINKS, reasoning_parser="qwen3")
-    for message in played.value:
-        assert message.reasoning.strip() == "hm" and message.content.strip() == "yes"
-    whole = f"{THINKS}<|im_end|>"
-    assert played.texts == ([whole * 2] if keeps else [whole] * 2)
+    assert played.value == ("hm", "yes")
+    assert played.texts == [f"{THINKS}<|im_end|>"] * 2
 
 
 THOUGHT = CALL.replace("calc", "thought")
@@ -386,25 +381,24 @@ def test_tokens_in_and_out_continue_one_sequence() -> None:
     """As a client asks that renders conversations itself, verifiers' for training."""
 
     async def agent(client: Any) -> Any:
-        url = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate"
         asked = {"logprobs": 1, "stop_token_ids": [2, 9], "skip_special_tokens": False}
         body: dict[str, Any] = {"model": "policy", "token_ids": [3, 4, 5], "sampling_params": asked}
-        first = await client.post(url, body=body, cast_to=object)
+        first = (await post(client, GENERATE, body)).json()
         body["token_ids"] = [3, 4, 5, *first["choices"][0]["token_ids"], 6, 7]
-        return first, await client.post(url, body=body, cast_to=object)
+        return first, (await post(client, GENERATE, body)).json()
 
     played = play(agent)
     (rollout,) = played.rollouts
     first, second = (reply["choices"][0] for reply in played.value)
-    whole = [3, 4, 5, *first["token_ids"], 6, 7, *second["token_ids"]]
-    assert rollout.tokens_T.tolist() == whole == [
-        *played.value[1]["prompt_token_ids"], *second["token_ids"]
-    ]  # fmt: skip
+    asked = [3, 4, 5, *first["token_ids"], 6, 7]
+    assert rollout.tokens_T.tolist() == [*asked, *second["token_ids"]]
+    assert played.value[1]["prompt_token_ids"] == asked
     assert [each["logprob"] for each in second["logprobs"]["content"]] == [-0.25, -0.5, -0.75, -1.0]
     assert first["finish_reason"] == "stop"
     assert played.turns[0].sampling.stop_tokens[-1] == 9, "beside the model's own"
 
 
+GENERATE = "/inference/v1/generate"
 TOKENS: list[tuple[dict[str, Any], str | None]] = [
     ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
     ({"sampling_params": {"logprobs": 5}}, "logprobs"),
@@ -422,18 +416,11 @@ TOKENS: list[tuple[dict[str, Any], str | None]] = [
 def test_requests_for_tokens_that_cannot_be_served_are_refused() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
-        found = []
-        url = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate"
-        for options, _ in TOKENS:
-            with pytest.raises(openai.BadRequestError) as caught:
-                body = {"model": "policy", "token_ids": [3], **options}
-                await client.post(url, body=body, cast_to=object)
-            found.append(caught.value.param)
-        return found
+        for options, param in TOKENS:
+            reply = await post(client, GENERATE, {"model": "policy", "token_ids": [3], **options})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
-    played = play(agent)
-    assert played.value == [param for _, param in TOKENS]
-    assert played.texts == ["hello<|im_end|>"], "no refused request was sampled"
+    assert play(agent).texts == ["hello<|im_end|>"], "no refused request was sampled"
 
 
 def test_options_reach_the_engine() -> None:
@@ -500,9 +487,9 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"stop": [1]}, 400, None, "stop"),
     ({"max_tokens": True}, 400, None, "max_tokens"),
     # The others that the engine would not take are in test_sampled_text.py.
-    *[({"extra_body": {"train": False, name: value}}, 400, None, None) for name, value in (
-        ("temperature", float("nan")), ("top_k", 2**31), ("stop", ["\ud83d"]),
-    )],
+    ({"train": False, "temperature": float("nan")}, 400, None, None),
+    ({"train": False, "top_k": 2**31}, 400, None, None),
+    ({"train": False, "stop": ["\ud83d"]}, 400, None, None),
     ({"messages": [{"role": "user", "content": [{"image": LONG}]}]}, 400, None, "messages"),
     ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, None, None),
     ({"messages": [*ASK, _called("[" * 3000)]}, 400, None, "messages"),
@@ -515,27 +502,20 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
 def test_every_error_has_the_shape_of_the_api() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
-        found = []
-        for options, *_ in ERRORS:
+        for options, *expected in ERRORS:
             with pytest.raises(openai.APIStatusError) as caught:
                 # not the client's own JSON, which has neither NaN nor half characters
                 body = {"model": "policy", "messages": ASK, **options}
-                body |= body.pop("extra_body", {})
                 await client.post("/chat/completions", content=json.dumps(body), cast_to=object)
             error = caught.value
-            found.append((options, error.status_code, error.code, error.param))
+            assert [error.status_code, error.code, error.param] == expected, options
             assert error.type == "invalid_request_error"
             assert 10 < len(error.body["message"]) < 520
-        return found
 
-    played = play(agent)
-    assert played.value == [tuple(each) for each in ERRORS]
-    assert played.texts == ["hello<|im_end|>"], "no refused request was sampled"
+    assert play(agent).texts == ["hello<|im_end|>"], "no refused request was sampled"
 
 
 BAD: list[tuple[str, bytes, tuple[int, str | None]]] = [
-    ("chat/completions", b"{", (400, None)),
-    ("chat/completions", b"[]", (400, None)),
     ("chat/completions", b'{"model": ' * 2000 + b"1" + b"}" * 2000, (400, None)),
     ("completions", b'{"model": "policy", "prompt": [[1], [2]]}', (400, None)),
     ("completions", b'{"model": "policy", "prompt": "a", "logprobs": 1}', (400, None)),
@@ -550,18 +530,13 @@ BAD: list[tuple[str, bytes, tuple[int, str | None]]] = [
 def test_other_addresses_bodies_and_tokens_are_refused() -> None:
     async def agent(client: Any) -> Any:
         await chat(client)
-        found = []
-        url, headers = str(client.base_url), {"Authorization": f"Bearer {client.api_key}"}
-        for path, body, head in (
-            *((path, body, headers) for path, body, _ in BAD),
-            ("chat/completions", b"{}", {}),
-            ("chat/completions", b"{}", {"Authorization": "Bearer wrong"}),
-        ):
-            response = await client._client.post(url + path, content=body, headers=head)
-            found.append((response.status_code, response.json()["error"]["code"]))
-        return found
+        for path, body, expected in (*BAD, ("chat/completions", b"{}", (401, "invalid_api_key"))):
+            key = "wrong" if expected[0] == 401 else client.api_key
+            given: Any = {"content": body, "headers": {"Authorization": f"Bearer {key}"}}
+            response = await client._client.post(f"{client.base_url}{path}", **given)
+            assert (response.status_code, response.json()["error"]["code"]) == expected
 
-    assert play(agent).value == [*(found for *_, found in BAD), *[(401, "invalid_api_key")] * 2]
+    play(agent)
 
 
 def _status(url: str, key: str) -> int | str:
@@ -634,8 +609,7 @@ def test_tokens_of_finished_episodes_are_refused(tokenizer: Any) -> None:
     class Twice:
         async def run(self, task: Prompt, model: Model) -> Any:
             async with serve(model) as access:
-                given = {"base_url": access.base_url, "api_key": access.api_key}
-                client = openai.AsyncOpenAI(**given, max_retries=0)
+                client = client_of(access)
                 await chat(client)
             with pytest.raises(openai.AuthenticationError, match="belongs to no episode") as caught:
                 await chat(client)
@@ -657,12 +631,10 @@ def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
             raise KeyError("a bug")
 
     async def call() -> openai.InternalServerError:
-        async with serve(cast("Model", Broken())) as access:
-            options: Any = {"base_url": access.base_url, "api_key": access.api_key}
-            async with openai.AsyncOpenAI(**options, max_retries=0) as client:
-                with pytest.raises(openai.InternalServerError) as caught:
-                    await chat(client)
-                return caught.value
+        async with serve(cast("Model", Broken())) as access, client_of(access) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await chat(client)
+            return caught.value
 
     error = asyncio.run(call())
     assert (error.status_code, error.type) == (500, "server_error")
@@ -694,26 +666,6 @@ def test_a_request_sent_again_after_a_hang_up_continues_its_sequence(way: str) -
     played = Played(agent, says)
     assert played.texts == ["hello<|im_end|>" * 2] and len(played.turns) == 3
     assert played.rollouts[0].metrics == {"env/refused_hung_up": 1.0}
-
-
-def test_a_client_that_vanishes_in_mid_body_is_counted_and_prints_nothing(
-    capfd: Capsys, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def agent(client: Any) -> Any:
-        address = client.base_url
-        _, writer = await asyncio.open_connection(address.host, address.port)
-        head = f"POST {address.path}chat/completions HTTP/1.1\r\nHost: r3\r\n"
-        head += f"Authorization: Bearer {client.api_key}\r\nContent-Length: 1000\r\n\r\n{{"
-        writer.write(head.encode())
-        await writer.drain()
-        await asyncio.sleep(0.3)
-        writer.close()
-        await asyncio.sleep(0.3)
-        await chat(client)
-
-    played = play(agent)
-    assert played.rollouts[0].metrics == {"env/refused_hung_up": 1.0}
-    assert capfd.readouterr().err == "" and not caplog.records
 
 
 def test_refused_requests_are_counted_by_cause() -> None:

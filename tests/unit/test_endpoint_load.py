@@ -15,7 +15,7 @@ from r3.config import EnvConfig
 from r3.envs import Model, Workflows, serve
 from r3.rollout import EnvironmentFailed
 from r3.types import Prompt
-from tests.agents import ASK, Played, chat, play
+from tests.agents import ASK, Played, address_of, chat, play, post
 from tests.errors import Capsys
 from tests.rounds import numbered, play_round
 from tests.talkers import values
@@ -73,7 +73,7 @@ def test_every_odd_request_is_refused_in_the_form_of_its_api(
 
     async def agent(client: Any) -> Any:
         await chat(client)
-        url, head = str(client.base_url).removesuffix("/v1/"), {"x-api-key": client.api_key}
+        url, head = address_of(client), {"x-api-key": client.api_key}
         found = []
         for method, path, body in odd:
             reply = await client._client.request(method, url + path, content=body, headers=head)
@@ -157,6 +157,9 @@ def test_nothing_is_lost_among_slow_and_dying_clients(
     assert not caplog.records, "the server has nothing to say of those that died"
 
 
+ABORT = "/abort_requests"
+
+
 @pytest.mark.parametrize("names", [None, ["first"]], ids=["all", "named"])
 def test_aborted_requests_end_and_others_go_on(names: Any) -> None:
     begun, over = threading.Event(), threading.Event()
@@ -166,13 +169,11 @@ def test_aborted_requests_end_and_others_go_on(names: Any) -> None:
         both = [asyncio.create_task(chat(client, late, extra_body={"request_id": name}))
                 for name in ("first", "second")]  # fmt: skip
         await asyncio.to_thread(begun.wait)
-        body = {} if names is None else {"request_ids": names}
-        url = str(client.base_url).removesuffix("/v1/") + "/abort_requests"
-        reply = await client.post(url, body=body, cast_to=object)
+        reply = await post(client, ABORT, {} if names is None else {"request_ids": names})
         over.set()
         ends = await asyncio.gather(*both, return_exceptions=True)
         await chat(client, ASK)
-        return reply, [getattr(each, "code", "answered") for each in ends]
+        return reply.json(), [getattr(each, "code", "answered") for each in ends]
 
     def says(asked: str) -> str:
         if "late" in asked:
@@ -198,9 +199,8 @@ def test_an_episode_whose_last_call_was_aborted_says_so(case: str) -> None:
             messages.append((await chat(client)).choices[0].message.model_dump())
         messages.append({"role": "user", "content": "late"})
         late = asyncio.create_task(chat(client, messages))
-        url, ended = str(client.base_url).removesuffix("/v1/") + "/abort_requests", 0
-        while not ended:
-            ended = (await client.post(url, body={}, cast_to=object))["aborted"]
+        while not (await post(client, ABORT, {})).json()["aborted"]:
+            pass
         over.set()
         with pytest.raises(openai.BadRequestError, match="aborted"):
             await late
@@ -225,9 +225,9 @@ SIGN["/v1/messages"] = 'event: ping\ndata: {"type": "ping"}\n\n'
 
 async def streamed(client: Any, path: str, seen: Callable[[str], object] = str) -> str:
     """What a streamed request gets; `seen` is called with all that came so far."""
-    url, head = str(client.base_url).removesuffix("/v1/"), {"x-api-key": client.api_key}
+    url, head = address_of(client) + path, {"x-api-key": client.api_key}
     body, text = {"model": "policy", "stream": True, **WHOLE[path]}, ""
-    async with client._client.stream("POST", url + path, json=body, headers=head) as reply:
+    async with client._client.stream("POST", url, json=body, headers=head) as reply:
         async for part in reply.aiter_text():
             text += part
             if seen(text) is False:
@@ -269,8 +269,7 @@ def test_a_stream_that_is_aborted_late_ends_with_an_error(
     async def agent(client: Any) -> Any:
         def aborts(said: str) -> None:
             if said == SIGN[path]:
-                url = str(client.base_url).removesuffix("/v1/") + "/abort_requests"
-                tasks.append(asyncio.create_task(client.post(url, body={}, cast_to=object)))
+                tasks.append(asyncio.create_task(post(client, ABORT, {})))
 
         text = await streamed(client, path, aborts)
         await streamed(client, path, lambda said: False)  # it hangs up
@@ -296,8 +295,8 @@ def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatc
         parts = [part async for part in await chat(client, stream=True)]
         given: Any = {"model": "policy", "input": "a", "stream": True}
         events = [each async for each in await client.responses.create(**given)]
-        options = {"base_url": str(client.base_url).removesuffix("/v1/")}
-        async with anthropic.AsyncAnthropic(**options, auth_token=client.api_key) as claude:
+        options = {"base_url": address_of(client), "auth_token": client.api_key}
+        async with anthropic.AsyncAnthropic(**options) as claude:
             given = {"model": "policy", "messages": USER, "max_tokens": 9}
             async with claude.messages.stream(**given) as stream:
                 message = await stream.get_final_message()
@@ -308,7 +307,9 @@ def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "[::1]", "0.0.0.0"])
-def test_other_forms_of_http_are_served(listen: str) -> None:
+def test_other_forms_of_http_are_served(
+    listen: str, capfd: Capsys, caplog: pytest.LogCaptureFixture
+) -> None:
     """Chunks, HTTP/1.0, three requests at once and a body of 10 MB, beside one that never comes."""
 
     async def agent(client: Any) -> Any:
@@ -349,3 +350,6 @@ def test_other_forms_of_http_are_served(listen: str) -> None:
     assert played.value == [(1, 1), (1, 1), (1, 0), (2, 2), (0, 1)]
     assert played.texts == ["hello<|im_end|>"] * 5
     assert played.rollouts[-1].metrics == {"env/refused_hung_up": 1, "env/refused_invalid": 1}
+    # One that vanishes is counted, and nothing more is said than of what was refused.
+    assert all("refused" in line for line in capfd.readouterr().err.splitlines())
+    assert not caplog.records
