@@ -11,7 +11,6 @@ loaded.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from r3.config import ADVANTAGES, LOSSES, SETTINGS, AlgoConfig, ConfigError, Problem
@@ -20,7 +19,7 @@ from r3.tools.contract import run_contract
 from r3.user_code.algorithm import AlgorithmError
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="r3.check_loss",
@@ -57,7 +56,7 @@ def algo_of(args: argparse.Namespace) -> AlgoConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print every check with its result; end with code 1 if one fails."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     role = "advantage" if args.advantage else "loss"
     try:
         findings = run_contract(algo_of(args), role)

@@ -13,7 +13,6 @@ the checkpoint or the starting model is missing, damaged or has changed.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -66,7 +65,7 @@ class Order:
     adapter: bool
 
 
-def parse(argv: Sequence[str]) -> Order:
+def parse(argv: Sequence[str] | None) -> Order:
     """Parse a command line.
 
     Raises:
@@ -203,7 +202,7 @@ def _tensors(
 def main(argv: Sequence[str] | None = None) -> None:
     """Export, say where, end the process."""
     with refusing():
-        order = parse(sys.argv[1:] if argv is None else argv)
+        order = parse(argv)
     device, mesh = init_rank(replace(order.config, parallel=ParallelConfig()))
     with refusing():
         require_whole(order.checkpoint, order.step, mesh.world)

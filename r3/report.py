@@ -10,7 +10,6 @@ not that of a run, or Plotly is not installed.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def plotly_source() -> str:
     return str(get_plotlyjs())
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     usual = Limits()
     parser = argparse.ArgumentParser(
@@ -57,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, or print in one line what is missing."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     limits = Limits(steps=tuple(args.steps), samples=args.samples, tokens=args.tokens)
     try:
         page = render(page_data(args.run_dirs, limits), plotly_source())

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +121,7 @@ def flag_values(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
     return values
 
 
-def parse(argv: Sequence[str]) -> Order:
+def parse(argv: Sequence[str] | None) -> Order:
     """Parse a command line.
 
     Raises:
@@ -311,7 +310,7 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Score, print the table, end the process."""
     with refusing():
-        order = parse(sys.argv[1:] if argv is None else argv)
+        order = parse(argv)
     config, rollouts = order.config, order.rollouts
     device, mesh = init_rank(config)
     shape = config.model.shape()

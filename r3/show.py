@@ -11,7 +11,6 @@ Exit code 2: the run, the step or the prompt does not exist; one line says what 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from r3.tools.view.samples import Sample
 DEFAULT_COUNT = 3
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="r3.show", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
@@ -106,7 +105,7 @@ def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the conversations, or in one line what is missing."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     try:
         notes: list[str] = []
         heading, parts = chosen(args, notes)

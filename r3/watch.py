@@ -10,7 +10,6 @@ Exit code 2: the folder is not that of a run.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from r3.tools.view.live import read_heartbeats, screen
 from r3.tools.view.runs import RunFacts, read_run
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="r3.watch", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
@@ -40,7 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Show the run until its end, or print in one line what is wrong."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     try:
         if not args.every > 0:
             raise Fault(f"--every {args.every:g}: must be > 0. Give the seconds between two looks")

@@ -20,6 +20,6 @@ def are_equal(rewards: Collection[float]) -> bool:
     return math.isclose(low, high, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def reaches(reward: float, bound: float = 1.0) -> bool:
-    """Whether a reward is at least a bound, or below it by rounding alone."""
-    return reward >= bound or are_equal((reward, bound))
+def reaches(reward: float) -> bool:
+    """Whether a reward is at least 1, or below it by rounding alone."""
+    return reward >= 1 or are_equal((reward, 1.0))

@@ -24,29 +24,21 @@ _PRONOUNS = dict.fromkeys(_NAMES[:4], "He") | dict.fromkeys(_NAMES[4:], "She")
 _THINGS = ("apples", "books", "coins", "cards", "shells", "pens", "stamps", "eggs")
 _GAINS = ("buys", "finds", "gets", "wins")
 _LOSSES = ("sells", "loses", "gives away", "drops")
+_LARGEST_OPERAND, _LARGEST_TOTAL = 10, 30
 
 
-def make_problem(
-    rng: random.Random,
-    steps: tuple[int, int] = (3, 4),
-    largest_operand: int = 10,
-    largest_total: int = 30,
-) -> Row:
+def make_problem(rng: random.Random) -> Row:
     """One random problem: `question`, and `answer` with a line for each step and `#### n` at the
-    end.
-
-    `steps` is the inclusive range of their number. Operands lie in 2..`largest_operand`, and no
-    running total leaves 0..`largest_total` (which must be at least 5, so that some move is always
-    possible).
+    end. No running total leaves 0..30.
     """
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    total = rng.randint(2, largest_operand)
+    total = rng.randint(2, _LARGEST_OPERAND)
     sentences, work = [f"{name} has {total} {thing}."], []
-    for _ in range(rng.randint(*steps)):
+    for _ in range(rng.randint(3, 4)):
         # Too few to lose two, or no room to gain two, decides the direction; otherwise a coin does.
-        gain = total < 3 or (total < largest_total - 2 and rng.random() < 0.5)
-        room = largest_total - total if gain else total
-        operand = rng.randint(2, min(largest_operand, room))
+        gain = total < 3 or (total < _LARGEST_TOTAL - 2 and rng.random() < 0.5)
+        room = _LARGEST_TOTAL - total if gain else total
+        operand = rng.randint(2, min(_LARGEST_OPERAND, room))
         after = total + operand if gain else total - operand
         sentences.append(f"{_PRONOUNS[name]} {rng.choice(_GAINS if gain else _LOSSES)} {operand}.")
         work.append(f"{total}{'+' if gain else '-'}{operand}={after}")

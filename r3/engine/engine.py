@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 Part = Literal["weights", "kv_cache"]
+_LISTED = 12  # problems in an error
 
 
 class EngineStateError(RuntimeError):
@@ -219,7 +220,9 @@ class Engine:
             WeightMismatch: a tensor is missing, unknown or misshaped, nothing filled a parameter of
                 the engine, or one has a layout that R3 does not know.
         """
-        self._require_weights("load_weights")
+        if "weights" not in self._awake:
+            rule = "load_weights while the weights sleep: call wake('weights') first"
+            raise EngineStateError(rule)
         if only is not None and not self._has_weights:
             raise EngineStateError("load_weights of some tensors: the engine has no others")
         expected, shapes = self.shape.tensor_shapes, weights.shapes
@@ -280,10 +283,6 @@ class Engine:
         torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
         return box[0]
 
-    def _require_weights(self, call: str) -> None:
-        if "weights" not in self._awake:
-            raise EngineStateError(f"{call} while the weights sleep: call wake('weights') first")
-
     def _refuse_stale(self, policy_version: int) -> None:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):
             raise EngineStateError(f"sample while {' and '.join(asleep)} sleep: wake them first")
@@ -332,6 +331,6 @@ class Engine:
         self.llm.llm_engine.engine_core.engine_core.shutdown()
 
 
-def _listing(title: str, problems: Sequence[str], limit: int = 12) -> str:
-    more = [f"... and {len(problems) - limit} more"] if len(problems) > limit else []
-    return "\n".join([title, *(f"  - {problem}" for problem in [*problems[:limit], *more])])
+def _listing(title: str, problems: Sequence[str]) -> str:
+    more = [f"... and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    return "\n".join([title, *(f"  - {problem}" for problem in [*problems[:_LISTED], *more])])

@@ -12,7 +12,6 @@ import re
 import select
 import shutil
 import sys
-from collections.abc import Sequence
 from typing import TextIO
 
 from r3 import extras
@@ -35,12 +34,12 @@ class _Lossy(io.FileIO):
         return count
 
 
-def open_missing(descriptors: Sequence[int] = (0, 1, 2)) -> None:
+def open_missing() -> None:
     """Open standard streams that were closed from the start as /dev/null.
 
     The next file that is opened would otherwise become the console.
     """
-    for descriptor in descriptors:
+    for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:

@@ -85,13 +85,13 @@ def _findings(
 # --- results: checked in every call of a run too ------------------------------------------------
 
 
-def example_inputs(seed: int = 0) -> LossInputs:
+def example_inputs() -> LossInputs:
     """Return a micro-batch of three sequences and a filler, as a run would make it.
 
     Prompts (5 tokens), the last position of a sequence and the filler (4 tokens) carry no loss.
     Policies differ by some tenths per token; the advantage is one number per sequence.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cu_seqlens = (0, 17, 41, 60, 64)
     mask_N = torch.zeros(64)
     advantages_N = torch.zeros(64)
@@ -328,12 +328,12 @@ LOSS_CHECKS: dict[str, Callable[[_LossOfInputs, LossInputs], None]] = {
 # --- advantages ---------------------------------------------------------------------------------
 
 
-def example_rewards(seed: int = 0) -> tuple[Tensor, Tensor]:
+def example_rewards() -> tuple[Tensor, Tensor]:
     """Return rewards and groups as a run has them: float64, int64 labels.
 
     Groups have different sizes and are interleaved. One has a single rollout, one equal rewards.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     groups_R = torch.randint(0, 6, (40,), generator=generator)
     # Small integers add up exactly in float64, in whatever order.
     rewards_R = torch.randint(0, 4, (40,), generator=generator).double()

@@ -94,7 +94,7 @@ def check_fields(
 
 
 def check_body(
-    body: Mapping[str, Any], taken: Collection[str], defaults: Mapping[str, Any] = {}
+    body: Mapping[str, Any], taken: Collection[str], defaults: Mapping[str, Any]
 ) -> None:
     """Check the model of a chat or completion, and its fields; see `check_fields`."""
     check_model(body.get("model"))

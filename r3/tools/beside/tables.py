@@ -34,14 +34,14 @@ _MAX_WIDTH = 160
 def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:
     """The columns that have figures and fit, the least important ones left out first."""
     shown = [column for column in COLUMNS if keys.intersection(column.keys)]
-    room = min(width, _MAX_WIDTH) - len(_step_cell("", 7)) - 7  # the step and the time left
+    room = min(width, _MAX_WIDTH) - len(_step_cell("")) - 7  # the step and the time left
     while sum(column.width + 1 for column in shown) > room:
         shown.remove(least(shown))
     return tuple(shown)
 
 
-def _step_cell(text: str, width: int) -> str:
-    return f"{text:>{width}} "
+def _step_cell(text: str) -> str:
+    return f"{text:>7} "
 
 
 @contextmanager
@@ -104,13 +104,13 @@ class TerminalConsole(Console):
         if columns != self._columns or self._rows % _TITLES_EVERY == 0:
             self._columns, self._rows = columns, 0
             cells = " ".join(f"{column.title:>{column.width}}" for column in columns)
-            self._print(f"{_step_cell('step', 7)}{cells}   left", style="bold")
+            self._print(f"{_step_cell('step')}{cells}   left", style="bold")
         self._rows += 1
         cells = " ".join(f"{column.text(row):>{column.width}}" for column in columns)
         left = duration_text(eta_s) if eta_s else ""
-        self._print(f"{_step_cell(f'{step}/{steps}', 7)}{cells} {left:>6}")
+        self._print(f"{_step_cell(f'{step}/{steps}')}{cells} {left:>6}")
         for note in notes(row):
-            self._print(f"{_step_cell('', 7)}{note}")
+            self._print(f"{_step_cell('')}{note}")
 
     def _print(self, text: str, style: str | None = None) -> None:
         text = fitted(visible(text), self._rich.width)

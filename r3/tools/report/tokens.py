@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +108,10 @@ def expert_load(routed_experts: np.ndarray, num_experts: int) -> list[list[int]]
     return [np.bincount(ids[ids >= 0], minlength=num_experts).tolist() for ids in flat]
 
 
-def spans(mask: Sequence[bool] | np.ndarray) -> list[list[int]]:
+def spans(mask: np.ndarray) -> list[list[int]]:
     """[start, end) of each run of true values."""
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], np.asarray(mask, dtype=bool), [False]]))
-    )
-    return [[int(start), int(end)] for start, end in pairwise(edges)][::2]
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return edges.reshape(-1, 2).tolist()
 
 
 def vocabulary(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:

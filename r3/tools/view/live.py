@@ -61,7 +61,7 @@ class Heartbeat:
     age_s: float
 
 
-def read_heartbeats(path: Path, now: float, notes: list[str] | None = None) -> list[Heartbeat]:
+def read_heartbeats(path: Path, now: float, notes: list[str]) -> list[Heartbeat]:
     """The heartbeats of a run's ranks; `notes` gets the names of files of another form."""
     beats = []
     for file in sorted(RunDir(path).heartbeat(0).parent.glob("rank_*.json")):
@@ -76,8 +76,7 @@ def read_heartbeats(path: Path, now: float, notes: list[str] | None = None) -> l
                 )
             )
         except (OSError, LookupError, TypeError, ValueError, RecursionError):
-            if notes is not None:
-                notes.append(f"{file.name} in heartbeats/ cannot be read: left out")
+            notes.append(f"{file.name} in heartbeats/ cannot be read: left out")
     return beats
 
 

@@ -191,9 +191,7 @@ def dumped_steps(path: Path, kind: Kind) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def read_samples(
-    path: Path, kind: Kind, step: int, notes: list[str] | None = None
-) -> dict[str, list[Sample]]:
+def read_samples(path: Path, kind: Kind, step: int, notes: list[str]) -> dict[str, list[Sample]]:
     """Return the samples of a dump by data set; rollouts of training have the one key "train".
 
     Args:
@@ -230,6 +228,5 @@ def read_samples(
         note = f"{file.name} in {file.parent.name}/: {_listed('line', broken)} cannot be read"
         if not any(sets.values()):
             raise Fault(f"{note}, and no other has a sample. Choose another step")
-        if notes is not None:
-            notes.append(f"{note}: left out")
+        notes.append(f"{note}: left out")
     return {name: samples for name, samples in sets.items() if samples}
