@@ -22,9 +22,7 @@ from r3.user_code.algorithm import AlgorithmError
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="r3.check_loss",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
+        prog="r3.check_loss", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("function", help="path/to/file.py:function, or the name of a built-in one")
     parser.add_argument("--advantage", action="store_true", help="the function is an advantage")

@@ -49,13 +49,7 @@ from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
 from r3.tools.mismatch.jumps import growth
 from r3.tools.passes import pass_figures, share_out
-from r3.tools.proof import (
-    prove_sync,
-    prove_weights,
-    sample_single_turn,
-    sync_tolerance,
-    turned,
-)
+from r3.tools.proof import prove_sync, prove_weights, sample_single_turn, sync_tolerance, turned
 from r3.types import Batch, Rollout
 
 _JOIN_S = 120.0  # that a rank of --fast waits for the others

@@ -182,10 +182,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         return
     write_checkpoint(
         order.to,
-        chain(
-            joined(_tensors(chunks, order.shape, mesh), order.shape),
-            kept(order.shape),
-        ),
+        chain(joined(_tensors(chunks, order.shape, mesh), order.shape), kept(order.shape)),
         small_files=order.small_files,
         dtype=megatron.params_dtype,
         metadata={"step": order.step, "from": order.shape.source},

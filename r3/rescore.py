@@ -322,13 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if order.weights.is_checkpoint:
         with refusing():
             require_whole(order.weights.folder, policy_version, mesh.world)
-        checkpoint.load_checkpoint(
-            order.weights.folder,
-            policy,
-            device,
-            mesh,
-            weights_only=True,
-        )
+        checkpoint.load_checkpoint(order.weights.folder, policy, device, mesh, weights_only=True)
     captured = bool(shape.moe_layers) and rollouts[0].routed_experts.shape[1] > 0
     if engine:
         forced, different = decode(

@@ -126,11 +126,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     is_launched = check and "R3_RESUME" in os.environ  # the run that follows says the notes
     plans = dry_run or (check and not is_launched)
     config, note = extras.placed(
-        config,
-        problems,
-        plans=plans,
-        is_chosen=folder_is_chosen(base, values),
-        argv=argv,
+        config, problems, plans=plans, is_chosen=folder_is_chosen(base, values), argv=argv
     )
     doubts: list[str] = []
     if report.shape and not problems and (device_gib or host_gib):

@@ -6,21 +6,8 @@ Imports nothing heavy.
 """
 
 from r3.config.arguments import argument_value, keyword_arguments
-from r3.config.fields import (
-    HIDDEN,
-    Setting,
-    as_typed,
-    key_problems,
-    looks_like_key,
-    shown,
-)
-from r3.config.model import (
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    model_problem,
-)
+from r3.config.fields import HIDDEN, Setting, as_typed, key_problems, looks_like_key, shown
+from r3.config.model import EngineConfig, LoraConfig, ModelConfig, ParallelConfig, model_problem
 from r3.config.reading import (
     dump_yaml,
     filled_in,
@@ -42,21 +29,7 @@ from r3.config.resume import (
     require_same_settings,
 )
 from r3.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
-from r3.config.run import (
-    EVAL_LISTS,
-    CheckpointConfig,
-    DebugConfig,
-    EvalConfig,
-    EvalSet,
-    LogConfig,
-)
-from r3.config.settings import (
-    SETTINGS,
-    Config,
-    flatten,
-    help_of,
-    overriding,
-    with_values,
-)
+from r3.config.run import EVAL_LISTS, CheckpointConfig, DebugConfig, EvalConfig, EvalSet, LogConfig
+from r3.config.settings import SETTINGS, Config, flatten, help_of, overriding, with_values
 from r3.config.train import ADVANTAGES, LOSSES, OF_OBJECTIVE, AlgoConfig, ReplayConfig, TrainConfig
 from r3.errors import ConfigError, Problem

@@ -428,10 +428,7 @@ def _renamed(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _named(part: Part, message: Message) -> str:
     """A part in words."""
-    kinds = {
-        "call": f"call of {part.value!r}",
-        "argument": f"argument {part.value[:40]!r}",
-    }
+    kinds = {"call": f"call of {part.value!r}", "argument": f"argument {part.value[:40]!r}"}
     return f"{kinds.get(part.kind, part.kind)} of message {part.message} ({message['role']})"
 
 

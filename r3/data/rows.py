@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3.config import Config, EvalSet
 from r3.config.arguments import kind_of
-from r3.data.conversation import (
-    half_character,
-    is_learned,
-    read_messages,
-    read_tools,
-    sense_of,
-)
+from r3.data.conversation import half_character, is_learned, read_messages, read_tools, sense_of
 from r3.data.numbers import final_number
 from r3.errors import Fault, Problem
 

@@ -14,10 +14,7 @@ from r3.envs.environment import Environment
 from r3.envs.guess_number import GuessNumber
 from r3.user_code.loading import Wanted, load_functions
 
-ENVIRONMENTS: dict[str, type[Environment]] = {
-    "calculator": Calculator,
-    "guess_number": GuessNumber,
-}
+ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "guess_number": GuessNumber}
 
 # Methods of an environment and of a workflow, and what they are called with.
 _METHODS = {"reset": ("prompt",), "step": ("message",)}

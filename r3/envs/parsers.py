@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3.config import ConfigError, EnvConfig, Problem
 from r3.engine.build import kept_process_state
-from r3.envs.tool_calls import (
-    MessageReader,
-    Parse,
-    Parsed,
-    Parser,
-    call_of,
-    parsed_calls,
-)
+from r3.envs.tool_calls import MessageReader, Parse, Parsed, Parser, call_of, parsed_calls
 from r3.runtime.device import prepare_environment
 
 if TYPE_CHECKING:

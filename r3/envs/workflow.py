@@ -137,9 +137,7 @@ class Model(Protocol):
         """
 
     async def complete(
-        self,
-        prompt: str | Sequence[int],
-        **options: Unpack[CallOptions],
+        self, prompt: str | Sequence[int], **options: Unpack[CallOptions]
     ) -> Completion:
         """Continue a text or tokens, without a chat template; otherwise as `chat`."""
 

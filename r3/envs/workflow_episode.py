@@ -29,11 +29,7 @@ from r3.envs.options import plain_message, sampling_faults
 from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import CallOptions, Completion, EpisodeOver, ModelLimit, ModelMessage
 from r3.envs.workflows import OwnTime, Workflows
-from r3.rollout.conversation_setup import (
-    CHARACTERS_PER_TOKEN,
-    num_characters,
-    readable_message,
-)
+from r3.rollout.conversation_setup import CHARACTERS_PER_TOKEN, num_characters, readable_message
 from r3.rollout.episode import Call, CallName, Episode, Said, TokenSequence, message_of
 from r3.types import Message, RouteError
 from r3.user_code.workers import Done
@@ -316,9 +312,7 @@ class EpisodeModel:
             return await self._chat(messages, tools, options)
 
     async def complete(
-        self,
-        prompt: str | Sequence[int],
-        **options: Unpack[CallOptions],
+        self, prompt: str | Sequence[int], **options: Unpack[CallOptions]
     ) -> Completion:
         """Continue a text or tokens; see `Model.complete`."""
         with self._counted():

@@ -28,14 +28,7 @@ from typing import Any, TextIO
 
 from r3 import extras
 from r3.cli.base_config import Base, changed_settings, find_base
-from r3.cli.parse import (
-    MODELS,
-    Invocation,
-    examined,
-    folder_is_chosen,
-    invocation_of,
-    laid_over,
-)
+from r3.cli.parse import MODELS, Invocation, examined, folder_is_chosen, invocation_of, laid_over
 from r3.config import Config, ConfigError, Problem, flatten, read_values
 from r3.launch.ranks import FINISHED, SIGNALS
 from r3.run.folder import RunDir, read_metrics
@@ -143,11 +136,7 @@ def from_python(
     values = read_values(settings, problems, notes)
     config = laid_over(base, values)
     report = examined(config, base, values, world_size, problems, fetched=MODELS, loads=True)
-    config, note = extras.placed(
-        config,
-        problems,
-        is_chosen=folder_is_chosen(base, values),
-    )
+    config, note = extras.placed(config, problems, is_chosen=folder_is_chosen(base, values))
     if problems:
         raise ConfigError(problems)
     if note:

@@ -186,8 +186,7 @@ def ernie4_5_moe(hf: HfConfig) -> dict[str, Any]:
         engine_router_fp32=True,
         moe_layers=tuple(i for i in range(first, last + 1) if (i + 1) % every == 0),
         moe_names=MoeNames(
-            router_bias=bias,
-            stacked=(("mlp.moe_statics.e_score_correction_bias", (bias,)),),
+            router_bias=bias, stacked=(("mlp.moe_statics.e_score_correction_bias", (bias,)),)
         ),
         num_mtp_layers=hf.number("num_nextn_predict_layers", default=0, least=0),
     )

@@ -301,9 +301,7 @@ class SyncPlan(Generic[S]):
         )
 
 
-def collect(
-    shards: Sequence[Sequence[S]],
-) -> tuple[dict[str, S], dict[ShardId, dict[int, S]]]:
+def collect(shards: Sequence[Sequence[S]]) -> tuple[dict[str, S], dict[ShardId, dict[int, S]]]:
     """Return `tensors` and `holders` of a `SyncPlan`, given the shards of every rank."""
     holders: dict[ShardId, dict[int, S]] = {}
     tensors: dict[str, S] = {}

@@ -357,11 +357,7 @@ def _mark_shards(model: Any) -> None:
 
 
 def wrap(
-    config: Config,
-    megatron: TransformerConfig,
-    chunks: list[Any],
-    shape: ModelShape,
-    mesh: Mesh,
+    config: Config, megatron: TransformerConfig, chunks: list[Any], shape: ModelShape, mesh: Mesh
 ) -> tuple[list[Any], Any, list[torch.Tensor]]:
     """Add data parallelism and the distributed optimizer. All ranks must call.
 

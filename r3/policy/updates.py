@@ -26,12 +26,7 @@ Panel = Callable[..., Mapping[str, Any]]
 
 # Metrics that compare live routes with replayed ones: reported for the step's first pass with
 # replay only, at the rollout's weights.
-_COMPARISON = (
-    "routing/agreement",
-    "routing/margin",
-    "routing/replaced_frac",
-    "routing/router_",
-)
+_COMPARISON = ("routing/agreement", "routing/margin", "routing/replaced_frac", "routing/router_")
 
 # Metrics that are reported for each epoch too.
 _OF_EPOCHS = ("loss/total", "loss/clip_frac", "policy/entropy", "policy/kl_old")

@@ -1,11 +1,6 @@
 """From prompts to rewarded samples: conversations, one round, one step, evaluation."""
 
-from r3.rollout.collect import (
-    Collector,
-    is_cut,
-    rollout_metrics,
-    without_end,
-)
+from r3.rollout.collect import Collector, is_cut, rollout_metrics, without_end
 from r3.rollout.conversation_setup import (
     ConversationRules,
     ConversationSetup,

@@ -13,11 +13,7 @@ from r3.engine import Engine, Sampling
 from r3.errors import Explained
 from r3.rollout.collect import Collector, rollout_metrics
 from r3.rollout.round import RoundResult
-from r3.rollout.step_rewards import (
-    gather_rewards,
-    require_groups,
-    reward_metrics,
-)
+from r3.rollout.step_rewards import gather_rewards, require_groups, reward_metrics
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Sample

@@ -129,10 +129,7 @@ def read_task(config: Config, world_size: int | None = None, read: ReadsRows | N
             return longest_prompt + response
         # The first messages of an environment are not known before it runs, so its conversations
         # get as many tokens as the context and a micro-batch allow.
-        return min(
-            context,
-            config.longest_prompt(context) + response,
-        )
+        return min(context, config.longest_prompt(context) + response)
 
     def read_prompts(sources: str | Sequence[str], **how: Any) -> Dataset:
         how |= {

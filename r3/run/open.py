@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from r3 import extras
 from r3.cli.base_config import OVERRIDES
-from r3.config import (
-    ANOTHER_FOLDER,
-    Config,
-    require_same_settings,
-    to_yaml,
-    with_values,
-)
+from r3.config import ANOTHER_FOLDER, Config, require_same_settings, to_yaml, with_values
 from r3.errors import Fault
 from r3.models.hf_checkpoint import replace_folder
 from r3.run.folder import (

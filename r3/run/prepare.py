@@ -26,11 +26,7 @@ from r3.run.folder import RunDir
 from r3.run.lock import require_free
 from r3.run.open import Opened, open_run
 from r3.runtime.device import prepare_environment
-from r3.runtime.process import (
-    die_with_launcher,
-    importing,
-    is_leader,
-)
+from r3.runtime.process import die_with_launcher, importing, is_leader
 from r3.runtime.terminal import say
 from r3.user_code.loading import START_LIMIT_S
 

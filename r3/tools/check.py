@@ -142,11 +142,7 @@ def _reply(environments: Any, method: str, prompt: Prompt, who: str) -> tuple[An
 
 
 def _check_reward(
-    task: Task,
-    setup: ConversationSetup,
-    scorer: Scorer,
-    prompts: Sequence[Prompt],
-    who: str = "",
+    task: Task, setup: ConversationSetup, scorer: Scorer, prompts: Sequence[Prompt], who: str = ""
 ) -> Iterator[str]:
     may_reward = setup.environments.settings.may_reward
     first: dict[tuple[str, ...], Prompt] = {}

@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3.models.files import AbsentWeightsError, weight_files
-from r3.models.hub import (
-    INDEX,
-    SMALL_FILES,
-    ShapeError,
-    cached_folder,
-    command,
-    parsed,
-)
+from r3.models.hub import INDEX, SMALL_FILES, ShapeError, cached_folder, command, parsed
 
 T = TypeVar("T")
 

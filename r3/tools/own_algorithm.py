@@ -103,8 +103,5 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
 
 
-FAULT_OF: dict[str, Callable[[Any, Any], str]] = {
-    "loss": loss_fault,
-    "advantage": advantage_fault,
-}
+FAULT_OF: dict[str, Callable[[Any, Any], str]] = {"loss": loss_fault, "advantage": advantage_fault}
 """What is wrong with a result, given the function's first input."""

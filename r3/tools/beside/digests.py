@@ -46,10 +46,7 @@ _SHAPES_LEARNING = {
     "tokenizer": ("model.path", "the same text would be other tokens"),
     "template": ("model.path", "the policy would be shown other prompts than it was trained on"),
     "model": ("model.path", "the policy would be another model, or end its turns elsewhere"),
-    "weights": (
-        "model.path",
-        "the reference policy and the base of adapters are made of them",
-    ),
+    "weights": ("model.path", "the reference policy and the base of adapters are made of them"),
     "adapter": ("lora.start", "the reference policy has it"),
     "teacher": ("algo.teacher", "the samples would be scored by another model"),
     "reward_model": ("reward.model_path", "the responses would be scored by another model"),

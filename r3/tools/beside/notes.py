@@ -116,10 +116,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
             config.engine.dtype == "float32" or (shape is not None and shape.engine_router_fp32),
             "the engine's router logits are float32",
         ),
-        "rounding": (
-            config.in_float32,
-            "policy and engine are float32 throughout",
-        ),
+        "rounding": (config.in_float32, "policy and engine are float32 throughout"),
         "low_bound": (not masks, f"algo.correction {algo.correction} has no lower bound"),
         "high_bound": (not masks and not truncates, f"algo.correction is {algo.correction}"),
         "sources": (config.data.num_sources == 1, "there is one source of rows"),

@@ -122,11 +122,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with theirs:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from r3.tools.worker import serve; serve({theirs.fileno()})",
-            ],
+            [sys.executable, "-c", f"from r3.tools.worker import serve; serve({theirs.fileno()})"],
             env=environment,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,

@@ -138,10 +138,7 @@ def forced_decoding(
     tokens = {i: rollouts[i].tokens_T.tolist() for i in share}
     sampling = Sampling(temperature=temperature)  # nothing ends a turn but its length
     forced: dict[int, Forced] = {}
-    with (
-        _forcing(engine, tokens),
-        engine.sampler(policy_version=engine.policy_version) as sampler,
-    ):
+    with _forcing(engine, tokens), engine.sampler(policy_version=engine.policy_version) as sampler:
         for i in share:
             sampler.add(
                 Turn(

@@ -155,10 +155,7 @@ def search(
 
 
 def _best(
-    target: _Target,
-    options: Sequence[Values],
-    phases: Sequence[str],
-    lacking: dict[str, float],
+    target: _Target, options: Sequence[Values], phases: Sequence[str], lacking: dict[str, float]
 ) -> Values | None:
     """The best of the options that fit in these phases; notes in `lacking` what is missing."""
     ranked = []

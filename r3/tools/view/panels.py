@@ -52,11 +52,7 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _parts(sample: Sample) -> Iterator[RenderableType]:
-    yield Rule(
-        _text(sample.name, "bold"),
-        align="left",
-        style="dim",
-    )
+    yield Rule(_text(sample.name, "bold"), align="left", style="dim")
     colour = "green" if sample.reward > 0 else "red"
     yield _text(facts(sample), colour)
     for message in sample.messages:
