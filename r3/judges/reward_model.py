@@ -25,7 +25,7 @@ from r3.rewards import checked
 from r3.runtime.device import Device, select_device
 from r3.runtime.tensors import Stash
 from r3.types import Prompt
-from r3.user_code.calls import CallError, Failure
+from r3.user_code.calls import CallError, failure_of, outcome
 from r3.user_code.workers import Place
 
 HEADS = ("value_head", "v_head", "reward_head")
@@ -227,13 +227,10 @@ class Batches(Place):
         left_over: tuple[int, Encoded, float] | None = None  # did not fit into the last batch
         try:
             while True:
-                batch = [left_over] if left_over else []
-                left_over = None
-                if not batch and (first := self._next(None)):
-                    batch = [first]
-                if not batch:
+                first, left_over = left_over or self._next(None), None
+                if first is None:
                     return
-                until = batch[0][2] + self._wait_s
+                batch, until = [first], first[2] + self._wait_s
                 while len(batch) < self._size:
                     following = self._next(until)
                     if following is None:
@@ -251,10 +248,8 @@ class Batches(Place):
         """Return the next conversation in tokens; None at time `until` or after `close`."""
         while True:
             try:
-                if until is None:
-                    arrived = self._arrived.get()
-                else:
-                    arrived = self._arrived.get(timeout=max(0.0, until - time.monotonic()))
+                wait_s = None if until is None else max(0.0, until - time.monotonic())
+                arrived = self._arrived.get(timeout=wait_s)
             except queue.Empty:
                 return None
             if arrived is None:
@@ -266,14 +261,11 @@ class Batches(Place):
             try:
                 return token, self._encode(*arguments), when
             except CallError as error:
-                self._ended.put((token, None, Failure("error", str(error), error.again)))
+                self._ended.put((token, None, failure_of(error)))
 
     def _score(self, batch: Sequence[tuple[int, Encoded, float]]) -> None:
         began = time.monotonic()
         scores = self._score_many([tokens for _, tokens, _ in batch])
         self.trace.append((began, time.monotonic(), len(batch)))
         for (token, _, _), score in zip(batch, scores, strict=True):
-            try:
-                self._ended.put((token, checked(score), None))
-            except CallError as error:
-                self._ended.put((token, None, Failure("error", str(error), error.again)))
+            self._ended.put((token, *outcome(checked, (score,))))

@@ -69,6 +69,15 @@ Digests = Mapping[str, Mapping[str, str]]
 """Digests by group and name, such as "data" and "rows"; of packages their versions."""
 
 
+def digest_of(parts: Iterable[str | bytes]) -> str:
+    """A digest of texts and contents, which differs if a border between two of them moves."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.encode(errors="backslashreplace")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """One run, through all its starts.

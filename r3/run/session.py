@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from r3.run.checkpointer import Checkpointer
 from r3.run.ends import REQUEUE, FailureReport, StoppedEarly, StopRequest, resume_command
 from r3.run.folder import RunDir, write_text
 from r3.run.lock import RunLock
+from r3.run.manifest import digest_of
 from r3.run.open import Opened, ResumeError, newest_whole
 from r3.run.prepare import Prepared
 from r3.runtime.device import Device, init_device, leave, seed_everything, settle
@@ -360,12 +360,12 @@ def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -
     sets = (task.prompts.prompts, *(heldout.prompts for heldout in task.heldout))
     mine = {
         "step to begin after": opened.step,
-        "settings": _digest(f"{name} {value}" for name, value in settings.items()),
-        "prompts": _digest(
+        "settings": digest_of(f"{name} {value}" for name, value in settings.items()),
+        "prompts": digest_of(
             f"{p.id} {len(p.tokens_T)} {p.accepted}" for prompts in sets for p in prompts
         ),
         "sizes of the model": task.shape,
-        "your Python files": _digest(map(_source, config.users_files)),
+        "your Python files": digest_of(map(_source, config.users_files)),
     }
     everybody = world.all_gather_object(mine)
     for what, value in everybody[0].items():
@@ -380,10 +380,3 @@ def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -
 
 def _source(file: str) -> str:
     return Path(file).read_text(encoding="utf-8", errors="replace")
-
-
-def _digest(lines: Iterable[str]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for line in lines:
-        digest.update(line.encode(errors="backslashreplace") + b"\n")
-    return digest.hexdigest()

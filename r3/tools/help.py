@@ -46,25 +46,21 @@ def overview() -> str:
 
 def models() -> str:
     """The known architectures of config.json, their models, and what is tested for them."""
-    rows = [
-        textwrap.fill(
-            f"{family.models} ({', '.join(family.proved)})",
-            width(),
-            initial_indent=f"  {name:24s}",
-            subsequent_indent=" " * 26,
-        )
-        for name, family in FAMILIES.items()
-    ]
+    families = {
+        name: f"{family.models} ({', '.join(family.proved)})" for name, family in FAMILIES.items()
+    }
+    rows = _list(families, names=24)
     return "\n".join(["architectures", *rows, "", "what is tested", *_list(PROOFS)])
 
 
-def _list(entries: Mapping[str, str]) -> list[str]:
+def _list(entries: Mapping[str, str], names: int = 22) -> list[str]:
+    """The first line of each text beside its name, which has so many columns."""
     return [
         textwrap.fill(
             text.splitlines()[0],
             width(),
-            initial_indent=f"  {name:22s}",
-            subsequent_indent=" " * 24,
+            initial_indent=f"  {name:{names}s}",
+            subsequent_indent=" " * (names + 2),
         )
         for name, text in entries.items()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from r3.data.conversation import read_json
@@ -120,18 +121,13 @@ def _text(blocks: Any, name: str) -> str:
 
 def _asked(blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """What the user says and what tools returned, in its order."""
-    said: list[Mapping[str, Any]] = []
-    for block in blocks:
-        if block.get("type") != "tool_result":
-            said.append(block)
+    for is_result, part in groupby(blocks, lambda block: block.get("type") == "tool_result"):
+        if not is_result:
+            yield {"role": "user", "content": _text(list(part), "content")}
             continue
-        if said:
-            yield {"role": "user", "content": _text(said, "content")}
-            said = []
-        result = text_of(block.get("content"), ("text",), "tool_result")
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-    if said:
-        yield {"role": "user", "content": _text(said, "content")}
+        for block in part:
+            result = text_of(block.get("content"), ("text",), "tool_result")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
 
 
 def _reply(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

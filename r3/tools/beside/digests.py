@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,7 @@ from r3.models.files import header_of, weight_files
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
-from r3.run.manifest import Digests, RunState
+from r3.run.manifest import Digests, RunState, digest_of
 from r3.types import Prompt
 
 _PACKAGES = (
@@ -82,9 +82,9 @@ def digests_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
         "adapter": {path: _adapter(path) for path in [adapter] if path},
         "teacher": {path: _folder(path) for path in config.algo.teacher},
         "reward_model": {path: _folder(path) for path in [reward_model] if path},
-        "code": {file: _digest([Path(file).read_bytes()]) for file in config.users_files},
+        "code": {file: digest_of([Path(file).read_bytes()]) for file in config.users_files},
         "evaluation": {
-            f"held-out set {heldout.settings.name}": _digest(map(_row, heldout.prompts))
+            f"held-out set {heldout.settings.name}": digest_of(map(_row, heldout.prompts))
             for heldout in task.heldout
         },
         "versions": {"r3": r3.__version__, **_versions()},
@@ -103,10 +103,10 @@ def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: s
     generation = json.loads(small_files.get("generation_config.json", b"{}"))
     return {
         "tokenizer": {"files": _tokenizer(small_files)},
-        "template": {"chat_template": _digest([_json(chat_template)])},
+        "template": {"chat_template": digest_of([_json(chat_template)])},
         "model": {
-            "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
-            "end tokens": _digest([_json(generation.get("eos_token_id"))]),
+            "config.json": digest_of([_json(json.loads(small_files["config.json"]))]),
+            "end tokens": digest_of([_json(generation.get("eos_token_id"))]),
         },
         **({"weights": {"files": _weights(weights)}} if weights else {}),
     }
@@ -197,10 +197,10 @@ def _data(config: Config, task: Task) -> dict[str, dict[str, str]]:
     tokens = (_json([prompt.tokens_T, prompt.spans]) for prompt in prompts)
     return {
         "data": {
-            "rows": _digest(map(_row, prompts)),
-            "order": _digest(prompt.id for prompt in drawn),
+            "rows": digest_of(map(_row, prompts)),
+            "order": digest_of(prompt.id for prompt in drawn),
         },
-        "tokens": {"tokens of the same rows": _digest(tokens)},
+        "tokens": {"tokens of the same rows": digest_of(tokens)},
     }
 
 
@@ -220,18 +220,18 @@ def _tokenizer(small_files: Mapping[str, bytes]) -> str:
         settings = json.loads(own["tokenizer_config.json"])
         settings.pop("chat_template", None)
         own["tokenizer_config.json"] = _json(settings).encode()
-    return _digest(part for name in sorted(own) for part in (name, own[name]))
+    return digest_of(part for name in sorted(own) for part in (name, own[name]))
 
 
 def _folder(path: str) -> str:
     """A model folder that only scores: everything of it."""
     small_files = read_small_files(path)
     parts = [part for name in sorted(small_files) for part in (name, small_files[name])]
-    return _digest([*parts, _weights(path)])
+    return digest_of([*parts, _weights(path)])
 
 
 def _adapter(path: str) -> str:
-    return _digest([(Path(path) / "adapter_config.json").read_bytes(), _weights(path)])
+    return digest_of([(Path(path) / "adapter_config.json").read_bytes(), _weights(path)])
 
 
 def _weights(path: str) -> str:
@@ -268,11 +268,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return _ADDRESS.sub("", repr(value))  # such as an image of a data set
-
-
-def _digest(parts: Iterable[str | bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        content = part if isinstance(part, bytes) else part.encode(errors="backslashreplace")
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.hexdigest()
