@@ -43,12 +43,12 @@ from r3.runtime.mesh import Axis
 from r3.runtime.process import is_leader
 from r3.runtime.terminal import own_streams, say
 from r3.sync.residency import State
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.rollouts import PackingSpec
 from r3.sync.weights import sync_weights
 from r3.tools import health
 from r3.tools.coded_routes import CheckFailed, read_back_coded_routes
 from r3.tools.mismatch.jumps import growth
-from r3.tools.passes import pass_figures, share_out
+from r3.tools.passes import pass_figures, shared_batch
 from r3.tools.proof import prove_sync, prove_weights, sample_single_turn, sync_tolerance, turned
 from r3.types import Batch, Rollout
 
@@ -203,8 +203,7 @@ def check_routers(context: DoctorContext) -> str:
         raise CheckFailed("; ".join(problems))
     return (
         f"{len(everywhere)} routers, one per MoE layer ({shape.num_layers - len(everywhere)} "
-        "dense) "
-        f"over {len(stages)} "
+        f"dense) over {len(stages)} "
         f"stage(s); {outside} outside the decoder, without tap; class-level list empty"
     )
 
@@ -283,8 +282,7 @@ def check_engine_rows(context: DoctorContext) -> str:
     rows = sum(len(rollout.routed_experts) for rollout in context.rollouts)
     return (
         f"{len(context.rollouts)} rollouts, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE "
-        "layers; "
-        f"slots of {shape.num_layers - layers} dense layers dropped"
+        f"layers; slots of {shape.num_layers - layers} dense layers dropped"
     )
 
 
@@ -330,14 +328,7 @@ def check_replay(context: DoctorContext) -> str:
 
 def _batch_of(rollouts: Sequence[Rollout], run: Session) -> Batch:
     """Pack the rollouts of all ranks as a step with one update does."""
-    mesh = run.mesh
-    (batch,), _ = distribute(
-        share_out(list(rollouts), mesh.world.rank, mesh.world.size),
-        mesh,
-        run.policy.shape,
-        _packing(run),
-    )
-    return batch
+    return shared_batch(rollouts, run.mesh, run.policy.shape, _packing(run))
 
 
 def _packing(run: Session) -> PackingSpec:

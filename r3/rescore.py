@@ -348,8 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
         lines = [
             f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, "
-            f"{batch[0].num_loss_tokens} sampled tokens, by "
-            f"version {policy_version}",
+            f"{batch[0].num_loss_tokens} sampled tokens, by version {policy_version}",
             f"weights     {order.weights.text}",
             f"layout      {device.world_size} rank(s): {config.parallel.in_words}; "
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",

@@ -373,8 +373,7 @@ def require_one_start(config: Config, task: Task, opened: Opened, world: Axis) -
             if theirs[what] != value:
                 raise RankError(
                     f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all "
-                    "machines see the same folders "
-                    "(log.dir, data, model)?"
+                    "machines see the same folders (log.dir, data, model)?"
                 )
 
 

@@ -42,8 +42,7 @@ def share(tensor: torch.Tensor) -> SharedTensor:
     """
     assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.storage_offset() == 0, (
         "share() needs a flat tensor at the start of its storage, got shape "
-        f"{tuple(tensor.shape)}, "
-        f"stride {tensor.stride()}, offset {tensor.storage_offset()}"
+        f"{tuple(tensor.shape)}, stride {tensor.stride()}, offset {tensor.storage_offset()}"
     )
     if tensor.is_cuda:
         transport, (_, payload) = "cuda-ipc", reductions.reduce_tensor(tensor.detach())

@@ -14,8 +14,8 @@ from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.runtime.mesh import Mesh
-from r3.sync.rollouts import PackingSpec, distribute
-from r3.tools.passes import share_out
+from r3.sync.rollouts import PackingSpec
+from r3.tools.passes import shared_batch
 from r3.types import Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
@@ -186,12 +186,8 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
     room = min(_MICRO_BATCH_TOKENS, config.train.micro_batch_tokens)
     count = min(_ROLLOUTS_PER_RANK * mesh.world.size, shape.vocab_size - 1)
     lengths = [2 + 7 * index % (room // 2 - 2) for index in range(count)]
-    (batch,), _ = distribute(
-        share_out(coded_rollouts(lengths, shape), mesh.world.rank, mesh.world.size),
-        mesh,
-        shape,
-        PackingSpec(micro_batch_tokens=room, layers=policy.replay.layers),
-    )
+    spec = PackingSpec(micro_batch_tokens=room, layers=policy.replay.layers)
+    batch = shared_batch(coded_rollouts(lengths, shape), mesh, shape, spec)
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
         policy.score(batch, mode="replay")

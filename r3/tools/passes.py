@@ -9,14 +9,21 @@ import torch
 
 from r3.metrics.meter import merged_parts
 from r3.metrics.reduce import mismatch
+from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
 from r3.routing.ledger import routing_metrics
-from r3.types import Rollout, Sample
+from r3.runtime.mesh import Mesh
+from r3.sync.rollouts import PackingSpec, distribute
+from r3.types import Batch, Rollout, Sample
 
 
-def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Sample]:
-    """This rank's share of rollouts that every rank has."""
-    return [Sample(rollout=rollout) for rollout in rollouts[rank::size]]
+def shared_batch(
+    rollouts: Sequence[Rollout], mesh: Mesh, shape: ModelShape, spec: PackingSpec
+) -> Batch:
+    """Pack rollouts that every rank has, each rank its share, as one update. All must call."""
+    own = [Sample(rollout=rollout) for rollout in rollouts[mesh.world.rank :: mesh.world.size]]
+    (batch,), _ = distribute(own, mesh, shape, spec)
+    return batch
 
 
 def pass_figures(policy: Policy, scores: TokenScores) -> dict[str, float]:

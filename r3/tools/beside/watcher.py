@@ -166,8 +166,7 @@ class Watcher:
         self._say(
             f"r3 watchdog: rank {self._rank} made no progress for {silent_s:.1f} s in phase "
             f"{last.phase!r}{self._cause(last)}\n"
-            f"{''.join(self._standing(last))}"
-            f"stacks of rank {self._rank}:\n{stacks}"
+            f"{''.join(self._standing(last))}stacks of rank {self._rank}:\n{stacks}"
             f"r3 watchdog: end of report of rank {self._rank}\n"
         )
 

@@ -26,10 +26,10 @@ from r3.routing import Mode
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync import Residency, State
-from r3.sync.rollouts import PackingSpec, distribute
+from r3.sync.rollouts import PackingSpec
 from r3.sync.weights import WeightStream, sync_weights
 from r3.tools.mismatch.parting import Forced, Parting
-from r3.tools.passes import share_out
+from r3.tools.passes import shared_batch
 from r3.types import Batch, MicroBatch, Rollout
 
 
@@ -219,9 +219,7 @@ def packed(
         captured=captured,
         on_missing="live",
     )
-    own = share_out(rollouts, mesh.world.rank, mesh.world.size)
-    (batch,), _ = distribute(own, mesh, policy.shape, spec)
-    return batch
+    return shared_batch(rollouts, mesh, policy.shape, spec)
 
 
 def sides(
