@@ -4,9 +4,11 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ from r3.runtime import SideStream, Stash
 from r3.runtime.device import Device, prepare_environment, seed_everything, select_device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, pack_for
-from r3.types import Batch, MicroBatch
+from r3.types import Batch
+from tests.errors import message_of
 from tests.fake_cuda import Order, fake_world
 from tests.policies import in_backward, step_rewards, train_step
 from tests.tiny import random_rollouts, tiny_config
@@ -48,16 +51,22 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def cuda(rank: int, size: int) -> Device:
-    """The device of a rank of a CUDA job."""
-    return Device(
-        torch=torch.device("cuda", 0),
-        is_cuda=True,
-        rank=rank,
-        local_rank=rank,
-        world_size=size,
-        host="rehearsal",
-    )
+def config_of(path: str, **changes: Mapping[str, Any]) -> Config:
+    """`SECTIONS` with changes of some fields."""
+    names = {*SECTIONS, *changes}
+    sections = {name: {**SECTIONS.get(name, {}), **changes.get(name, {})} for name in names}
+    return tiny_config(path, **sections)
+
+
+@contextmanager
+def job(
+    rank: int = 0, size: int = 1, parallel: Mapping[str, int] = MappingProxyType({}), **options: Any
+) -> Iterator[tuple[Device, Mesh]]:
+    """Inside, the process is one rank of a CUDA job; `options` are those of `fake_world`."""
+    with fake_world(topk=2, rank=rank, size=size, **options):
+        place: dict[str, Any] = dict(rank=rank, local_rank=rank, world_size=size, host="rehearsal")
+        device = Device(torch=torch.device("cuda", 0), is_cuda=True, **place)
+        yield device, build_mesh(device, tiny_config(parallel={**parallel}).parallel)
 
 
 def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
@@ -66,29 +75,22 @@ def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
     rollouts = random_rollouts(shape, [17, 30, 9])
     rollouts[1].routed_experts[3:5] = -1
     parts = [pack_for(mesh, shape, {i: one}, num_layers=layers) for i, one in enumerate(rollouts)]
-    return [
-        with_advantages(
-            as_batch(some, num_loss_tokens=50, num_sequences=len(some)),
-            torch.full((len(parts),), 0.5),
-        )
+    advantages_R = torch.full((len(parts),), 0.5)
+    batches = (
+        as_batch(some, num_loss_tokens=50, num_sequences=len(some))
         for some in (parts[:2], parts[2:])
-    ]
+    )
+    return [with_advantages(batch, advantages_R) for batch in batches]
 
 
-def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Policy:
+def step(config: Config, device: Device, mesh: Mesh) -> Policy:
     """Build a policy, train one step, and hand its memory over and back."""
-    shape = ModelShape.read(config.model.path)
-    trained = Policy(config, device, mesh, shape, trains=True)
-    stash = trained.memory._stash
+    trained = Policy(config, device, mesh, ModelShape.read(config.model.path), trains=True)
+    batches, stash = batches_of(mesh, trained.shape), trained.memory._stash
     reserved = set(stash.coming)
     reported: dict[str, Any] = {}
-    train_step(
-        trained,
-        batches,
-        config,
-        rewards=step_rewards(torch.ones(3), torch.tensor([0, 0, 1])),
-        report=reported.update,
-    )
+    rewards = step_rewards(torch.ones(3), torch.tensor([0, 0, 1]))
+    train_step(trained, batches, config, rewards=rewards, report=reported.update)
     trained.offload()
     trained.onload()
     # Host memory for all tensors of the optimizer was reserved, and for nothing else.
@@ -106,14 +108,14 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
         "linear_fc1.bias": (2 * shape.moe_ffn_size,),
         "linear_fc2.bias": (shape.hidden_size,),
     }
+    of: dict[str, Any] = dict(dtype=torch.bfloat16, device=device.torch)
+
+    def empty(part: str) -> torch.Tensor:
+        return torch.empty(shape.num_experts, *sizes[part], **of)
+
     stacks = {
         layer: StackedExperts(
-            held={
-                part: torch.empty(
-                    shape.num_experts, *sizes[part], dtype=torch.bfloat16, device=device.torch
-                )
-                for part in expert_leaves(shape)
-            },
+            held={part: empty(part) for part in expert_leaves(shape)},
             rank=0,
             alternates=shape.moe_names.alternates,
         )
@@ -136,32 +138,24 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
 
 def families(folders: dict[str, str]) -> dict[str, int]:
     """A step of every checkpoint, and its weights; returns how many tensors each has."""
-    counts = {}
-    with fake_world(topk=2):
-        device = cuda(0, 1)
-        mesh = build_mesh(device, tiny_config().parallel)
-        for name, folder in folders.items():
-            config = tiny_config(folder, **SECTIONS)
-            batches = batches_of(mesh, ModelShape.read(folder))
-            counts[name] = check_stream(step(config, device, mesh, batches), device, mesh)
-    return counts
+    with job() as where:
+        return {
+            name: check_stream(step(config_of(folder), *where), *where)
+            for name, folder in folders.items()
+        }
 
 
 def settings(steps: list[tuple[str, dict[str, dict[str, Any]]]]) -> int:
     """Steps, each with a checkpoint and changes of the settings; returns how many there were."""
-    with fake_world(topk=2):
-        device = cuda(0, 1)
-        mesh = build_mesh(device, tiny_config().parallel)
+    with job() as where:
         extras.streamed().PART_VALUES = 1 << 14  # a streamed optimizer has several parts
         for path, change in steps:
             sections = {
-                key: SECTIONS.get(key, {})
                 # JSON has lists for the tuples of settings
-                | {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
+                key: {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
                 for key, fields in change.items()
             }
-            config = tiny_config(path, **SECTIONS | sections)
-            step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+            step(config_of(path, **sections), *where)
     return len(steps)
 
 
@@ -179,98 +173,78 @@ def compiled_functions() -> list[str]:
     )
 
 
-class DeterministicKernels(TorchDispatchMode):
-    """Raises an error where a CUDA kernel does in deterministic mode, and has a forward.
+class Seen(TorchDispatchMode):
+    """Lists what `look(name, func, args, kwargs, result)` says of each operation.
+
+    Attributes:
+        found: what it said, but for empty texts.
+    """
+
+    def __init__(self, look: Callable[[str, Any, Any, Any, Any], str]) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        said = self._look(func.overloadpacket.__name__, func, args, kwargs or {}, result)
+        self.found += [said] if said else []
+        return result
+
+
+def refused(name: str, _func: Any, args: Any, _kwargs: Any, _result: Any) -> str:
+    """Raise an error where a CUDA kernel does in deterministic mode, and has a forward.
 
     Those that the documentation of `torch.use_deterministic_algorithms` lists, as far as language
     models can come near them.
     """
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, on_cuda = func.overloadpacket.__name__, torch.is_tensor(args[0]) and args[0].is_cuda
-        refused = (
-            name in ("put_", "histc", "median", "nll_loss_forward", "nll_loss2d_forward")
-            or (name == "cumsum" and args[0].is_floating_point())
-            or (name == "bincount" and len(args) > 1 and args[1] is not None)
-            or (name == "scatter_reduce" and args[4] == "prod")
-        )
-        if on_cuda and refused and not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(f"{name} has no deterministic implementation")
-        return func(*args, **(kwargs or {}))
+    is_refused = (
+        name in ("put_", "histc", "median", "nll_loss_forward", "nll_loss2d_forward")
+        or (name == "cumsum" and args[0].is_floating_point())
+        or (name == "bincount" and len(args) > 1 and args[1] is not None)
+        or (name == "scatter_reduce" and args[4] == "prod")
+    )
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if is_refused and args[0].is_cuda and not warns:
+        raise RuntimeError(f"{name} has no deterministic implementation")
+    return ""
 
 
-class Copies(TorchDispatchMode):
-    """Lists where each copy goes.
-
-    Attributes:
-        into: types of the devices.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "copy_":
-            self.into.append(args[0].device.type)
-        return func(*args, **(kwargs or {}))
-
-
-class Waits(TorchDispatchMode):
-    """Lists operations for which the host waits until the device is done.
-
-    Attributes:
-        found: names of the operations.
-    """
-
-    TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-        waits = any(tag in func.tags for tag in self.TAGS)
-        if name == "index":  # its result has a known shape unless it is indexed by a mask
-            waits = any(one.dtype == torch.bool for one in tensors[1:])
-        result = func(*args, **kwargs)
-        if name in ("copy_", "_to_copy"):
-            tensors.append(result)
-            between = len({one.device.type for one in tensors}) > 1
-            # copy_(to, from, non_blocking)
-            waits = between and not (kwargs.get("non_blocking") or True in args[2:3])
-        if waits and any(one.is_cuda for one in tensors):
-            self.found.append(name)
-        return result
+def waits(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> str:
+    """The name of an operation for which the host waits until the device is done."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+    found = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
+    does = bool(found)
+    if name == "index":  # its result has a known shape unless it is indexed by a mask
+        does = any(one.dtype == torch.bool for one in tensors[1:])
+    elif name in ("copy_", "_to_copy"):
+        tensors.append(result)
+        between = len({one.device.type for one in tensors}) > 1
+        # copy_(to, from, non_blocking)
+        does = between and not (kwargs.get("non_blocking") or True in args[2:3])
+    return name if does and any(one.is_cuda for one in tensors) else ""
 
 
 def waits_of_a_layer(path: str, kinds: list[str]) -> dict[str, list[str]]:
     """What forward and backward of a MoE layer under replay wait for: router, dispatch, experts."""
     found = {}
-    with fake_world(topk=2):
-        device = cuda(0, 1)
-        mesh = build_mesh(device, tiny_config().parallel)
+    with job() as (device, mesh):
         for kind in kinds:
-            config = tiny_config(
-                path, **SECTIONS | {"model": SECTIONS["model"] | {"experts": kind}}
-            )
+            config = config_of(path, model={"experts": kind})
             trained = Policy(config, device, mesh, ModelShape.read(config.model.path))
             micro_batch = batches_of(mesh, trained.shape)[0][0]
             tokens = local_tokens(micro_batch, mesh.cp, device.torch)
-            hidden = torch.randn(
-                len(tokens.tokens_N), 1, trained.shape.hidden_size, device="cuda"
-            ).bfloat16()
+            sizes = len(tokens.tokens_N), 1, trained.shape.hidden_size
+            hidden = torch.randn(sizes, device="cuda").bfloat16()
             last = trained.chunks[0].decoder.layers[-1]
             captured_N, routes_N = tokens.captured_N, tokens.routed_experts_NLK[:, -1]
             rows = int(captured_N.sum())
             routes_N, captured_N = routes_N.to(device.torch), captured_N.to(device.torch)
-            with trained.replay.schedule("replay", training=True), Waits() as waits:
+            with trained.replay.schedule("replay", training=True), Seen(waits) as seen:
                 tap = trained.replay.taps[last.layer_number - 1]
                 tap.load(routes_N, captured_N, rows=rows)
                 last.mlp(hidden.requires_grad_())[0].sum().backward()
-            found[kind] = waits.found
+            found[kind] = seen.found
     return found
 
 
@@ -281,13 +255,13 @@ def capture(graph: int = 8) -> dict[str, Any]:
         slots_N = torch.zeros(64, dtype=torch.int64, device="cuda")
         table = SlotTable(3, 2, blocks=4, block_size=16, slots_N=slots_N)
         chosen_NK = torch.zeros(graph, 2, dtype=torch.int32, device="cuda")
-        with Waits() as waits:
+        with Seen(waits) as seen:
             for layer in range(3):
                 table.write(layer, chosen_NK)
-        found["waits of a write"] = waits.found
-        with Waits() as waits:
+        found["waits of a write"] = seen.found
+        with Seen(waits) as seen:
             table.read([0, 1], 3, 20)
-        found["waits of a read"] = waits.found
+        found["waits of a read"] = seen.found
         table.empty([1, 2])
         wrong = {
             "choices on the host": chosen_NK.cpu(),
@@ -295,11 +269,8 @@ def capture(graph: int = 8) -> dict[str, Any]:
             "another number of experts": torch.zeros(graph, 3, dtype=torch.int32, device="cuda"),
         }
         for name, choices in wrong.items():
-            try:
-                table.write(0, choices)
-                found[name] = "none"
-            except (RuntimeError, IndexError) as error:
-                found[name] = str(error)
+            write = lambda choices=choices: table.write(0, choices)  # noqa: E731
+            found[name] = message_of(write, RuntimeError, IndexError)
     return found
 
 
@@ -308,7 +279,7 @@ def deterministic_kernels() -> Iterator[None]:
     """Switch deterministic mode on as a run does."""
     seed_everything(1, deterministic=True)
     try:
-        with DeterministicKernels():
+        with Seen(refused):
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -319,56 +290,46 @@ def process(path: str) -> dict[str, Any]:
     found: dict[str, Any] = {"compiled before": compiled_functions()}
     os.environ.pop("VLLM_LOGGING_LEVEL", None)
     os.environ["LOCAL_RANK"] = "1"
-    with fake_world(topk=2, rank=1, size=2):
+    with job(rank=1, size=2) as (device, mesh):
         prepare_environment()
         found["logging"] = os.environ["VLLM_LOGGING_LEVEL"]
-        device = cuda(1, 2)
-        mesh = build_mesh(device, tiny_config().parallel)
-        config = tiny_config(path, **SECTIONS)
-        batches = batches_of(mesh, ModelShape.read(config.model.path))
         with deterministic_kernels():
-            step(config, device, mesh, batches)
+            step(config_of(path), device, mesh)
             found["deterministic"] = torch.are_deterministic_algorithms_enabled()
-            try:
-                torch.ones(3, device="cuda").cumsum(0)
-            except RuntimeError as error:
-                found["cumsum"] = str(error)
+            sum_up = lambda: torch.ones(3, device="cuda").cumsum(0)  # noqa: E731
+            found["cumsum"] = message_of(sum_up, RuntimeError)
         found["compiled"] = compiled_functions()
         kept, tensor = Stash(device=device), torch.ones(8, device="cuda")
-        with Copies() as copies:
+        with Seen(lambda name, _, args, *__: args[0].device.type if name == "copy_" else "") as to:
             for move in (kept.put, kept.put, kept.get, kept.get) * 2:
                 move("x", tensor)
-        found["stash"] = copies.into
+        found["stash"] = to.found
         select_device()
         thread = threading.Thread(target=lambda: devices.append(torch.cuda.current_device()))
         devices = [torch.cuda.current_device()]
         thread.start()
         thread.join()
         found["a rank's device, and a new thread's"] = devices
-        scorer = Batches(
-            lambda *_: [1],
-            lambda many: [float(torch.cuda.current_device())] * len(many),
-            size=1,
-            tokens=1,
-            wait_s=0.0,
-        )
+        score = lambda many: [float(torch.cuda.current_device())] * len(many)  # noqa: E731
+        scorer = Batches(lambda *_: [1], score, size=1, tokens=1, wait_s=0.0)
         scorer.start(0, len, ())
         ((_, found["reward model's device"], _),) = scorer.collect(60.0)
         scorer.close()
     return found
 
 
+def nothing(_wait: Callable[..., Any]) -> Callable[..., None]:
+    """In place of a wait."""
+    return lambda: None
+
+
 def order_of_streams(path: str) -> dict[str, int]:
     """Races of an optimizer's updates, streamed and resident: as it is, and without its waits."""
     order = Order()
     found = {}
-    with fake_world(topk=2, order=order):
-        device = cuda(0, 1)
-        mesh = build_mesh(device, tiny_config().parallel)
+    with job(order=order) as where:
         extras.streamed().PART_VALUES = 1 << 14  # several parts
-        sections = SECTIONS | {"train": SECTIONS["train"] | {"optimizer": "streamed"}}
-        config = tiny_config(path, **sections)
-        trained = step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+        trained = step(config_of(path, train={"optimizer": "streamed"}), *where)
         found["a step"] = len(order.races)
         coming, going = trained.memory._coming, trained.memory._going
 
@@ -378,65 +339,35 @@ def order_of_streams(path: str) -> dict[str, int]:
                 yield
 
         without: dict[str, tuple[SideStream, str, Callable[..., Any]]] = {
-            "nothing": (coming, "unused", lambda: None),
-            "coming.join": (coming, "join", lambda: None),
-            "going.finish": (going, "finish", lambda: None),
-            "going.join": (going, "join", lambda: None),
-            "coming.after_current": (coming, "after_current", lambda: unordered(coming)),
-            "going.after_current": (going, "after_current", lambda: unordered(going)),
+            "nothing": (coming, "join", lambda real: real),
+            "coming.join": (coming, "join", nothing),
+            "going.finish": (going, "finish", nothing),
+            "going.join": (going, "join", nothing),
+            "coming.after_current": (coming, "after_current", lambda _: lambda: unordered(coming)),
+            "going.after_current": (going, "after_current", lambda _: lambda: unordered(going)),
         }
-        for name, (stream, method, wrong) in without.items():
+        for name, wait in without.items():
             order.races.clear()
             for values in (1 << 40, 1 << 14):  # a single part, and several where that has no race
                 extras.streamed().PART_VALUES = values
                 torch.cuda.synchronize()
-                setattr(stream, method, wrong)
-                for _ in range(0 if order.races else 2):
-                    with cuda_type_names():
+                with patched(*wait), cuda_type_names():
+                    for _ in range(0 if order.races else 2):
                         trained.optimizer.step()
-                delattr(stream, method)
             found[f"without {name}"] = len(order.races)
-        resident = step(
-            tiny_config(path, **SECTIONS),
-            *(device, mesh, batches_of(mesh, ModelShape.read(config.model.path))),
-        )
-        stream = resident.memory._coming
-        for name, with_step in (("step", True), ("offload", False)):
-            for method in ("unused", "join"):
-                order.races.clear()
-                setattr(stream, method, lambda: None)
+        resident = step(config_of(path), *where)
+        for name, what in product(("step", "offload"), ("nothing", "coming.join")):
+            order.races.clear()
+            with patched(resident.memory._coming, "join", without[what][2]):
                 resident.offload()
                 resident.onload()
                 with cuda_type_names():
-                    if with_step:
+                    if name == "step":
                         resident.optimizer.step()
                     resident.offload()
-                delattr(stream, method)
-                resident.onload()
-                found[f"resident {name} without coming.{method}"] = len(order.races)
+            resident.onload()
+            found[f"resident {name} without {what}"] = len(order.races)
     return found
-
-
-class Beside(TorchDispatchMode):
-    """Lists matrix products that are queued while rows travel between ranks.
-
-    Args:
-        pending: transfers that have been started and not finished.
-
-    Attributes:
-        found: direction of the pass, and name of the operation.
-    """
-
-    def __init__(self, pending: list[Transfer]) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self._pending = pending
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name.endswith("mm") and self._pending:
-            self.found.append(f"{'backward' if in_backward() else 'forward'} {name}")
-        return func(*args, **(kwargs or {}))
 
 
 def order_of_transfers(path: str) -> dict[str, Any]:
@@ -447,10 +378,9 @@ def order_of_transfers(path: str) -> dict[str, Any]:
     """
     order = Order()
     found: dict[str, Any] = {}
-    with fake_world(topk=2, rank=1, size=2, order=order):
-        device = cuda(1, 2)
-        config = tiny_config(path, **SECTIONS, parallel={"ep": 2})
-        mesh = build_mesh(device, config.parallel)
+    parallel = {"ep": 2}
+    with job(rank=1, size=2, parallel=parallel, order=order) as (device, mesh):
+        config = config_of(path, parallel=parallel)
         trained = Policy(config, device, mesh, ModelShape.read(path))
         batch = batches_of(mesh, trained.shape)[0]
 
@@ -460,34 +390,42 @@ def order_of_transfers(path: str) -> dict[str, Any]:
             torch.cuda.synchronize()
             pending: list[Transfer] = []
 
-            def starts(transfer: Transfer, *args: Any, **kwargs: Any) -> None:
-                START(transfer, *args, **kwargs)
-                pending.append(transfer)
+            def starting(start: Callable[..., None]) -> Callable[..., None]:
+                def starts(transfer: Transfer, *args: Any, **kwargs: Any) -> None:
+                    start(transfer, *args, **kwargs)
+                    pending.append(transfer)
 
-            def finishes(transfer: Transfer) -> list[torch.Tensor]:
-                pending.remove(transfer)
-                are_sizes = not transfer._results[0].is_floating_point()
-                if skipped() and not are_sizes:
-                    transfer._pending.clear()
-                return FINISH(transfer)
+                return starts
+
+            def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
+                def finishes(transfer: Transfer) -> list[torch.Tensor]:
+                    pending.remove(transfer)
+                    are_sizes = not transfer._results[0].is_floating_point()
+                    if skipped() and not are_sizes:
+                        transfer._pending.clear()
+                    return finish(transfer)
+
+                return finishes
+
+            def beside(name: str, *_: Any) -> str:
+                """Direction and name of a product that is queued while rows travel."""
+                is_one = name.endswith("mm") and pending
+                return f"{'backward' if in_backward() else 'forward'} {name}" if is_one else ""
 
             with (
-                patched(Transfer, "start", lambda _: starts),
-                patched(Transfer, "finish", lambda _: finishes),
-                Beside(pending) as beside,
+                patched(Transfer, "start", starting),
+                patched(Transfer, "finish", finishing),
+                Seen(beside) as seen,
                 cuda_type_names(),
             ):
                 trained.forward_backward(batch)
-            return len(order.races), dict(Counter(beside.found))
+            return len(order.races), dict(Counter(seen.found))
 
         found["races"], found["products"] = run(lambda: False)
         found["races without waits in forward"], _ = run(lambda: not in_backward())
         found["races without waits in backward"], _ = run(in_backward)
         found["layers"] = len(trained.shape.moe_layers) * len(batch)
     return found
-
-
-START, FINISH = Transfer.start, Transfer.finish
 
 
 def layout(path: str, rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
@@ -499,12 +437,8 @@ def layout(path: str, rank: int, parallel: dict[str, int], experts: str = "auto"
             return [layer + (other - rank) * len(item) for layer in item]
         return item
 
-    with fake_world(topk=2, rank=rank, size=2, of_rank=of_rank):
-        device = cuda(rank, 2)
-        sections = SECTIONS | {"model": SECTIONS["model"] | {"experts": experts}}
-        config = tiny_config(path, **sections, parallel=parallel)
-        mesh = build_mesh(device, config.parallel)
-        step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+    with job(rank=rank, size=2, parallel=parallel, of_rank=of_rank) as where:
+        step(config_of(path, model={"experts": experts}, parallel=parallel), *where)
     return True
 
 
@@ -519,23 +453,37 @@ def first_experiments() -> list[str]:
     return [experiment.__name__ for experiment in experiments]
 
 
-def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., MicroBatch]:
-    def changed(*args: Any) -> MicroBatch:
-        tokens = local_tokens(*args)
-        return replace(tokens, **{name: f(getattr(tokens, name)) for name, f in changes.items()})
+def _with(field: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Wraps `local_tokens`, which then changes a field."""
 
-    return changed
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            tokens = real(*args)
+            return replace(tokens, **{field: change(getattr(tokens, field))})
 
+        return changed
 
-def _float_experts(self: DeviceExperts, tokens: torch.Tensor, slots: Any, gates: Any) -> Any:
-    return FUSED(self, tokens.float(), slots, gates)
-
-
-def _on_the_host(self: Replay, routes_NLK: torch.Tensor, *rest: Any, **facts: Any) -> None:
-    LOAD(self, routes_NLK.cpu(), *rest, **facts)
+    return wrap
 
 
-FUSED, LOAD = DeviceExperts.forward, Replay.load
+def _float_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, tokens, *rest: forward(self, tokens.float(), *rest)
+
+
+def _on_the_host(load: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, routes, *rest, **facts: load(self, routes.cpu(), *rest, **facts)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "advantages on the host": (scoring, "local_tokens", _with("advantages_N", torch.Tensor.cpu)),
+    "a loss mask that is too short": (
+        scoring,
+        "local_tokens",
+        _with("loss_mask_N", lambda mask: mask[:-1]),
+    ),
+    "routes on the host": (Replay, "load", _on_the_host),
+    "experts in two dtypes": (DeviceExperts, "forward", _float_experts),
+}
 
 
 def mistakes(path: str, narrow: str) -> dict[str, str]:
@@ -546,30 +494,15 @@ def mistakes(path: str, narrow: str) -> dict[str, str]:
         narrow: a checkpoint whose experts are narrower than a kernel's alignment.
     """
     errors = {}
-    with fake_world(topk=2):
-        device = cuda(0, 1)
-        mesh = build_mesh(device, tiny_config().parallel)
+    with job() as where:
 
-        def attempt(name: str, path: str = path) -> None:
-            config = tiny_config(path, **SECTIONS)
-            batches = batches_of(mesh, ModelShape.read(config.model.path))
-            try:
-                step(config, device, mesh, batches)
-                errors[name] = "none"
-            except (RuntimeError, TypeError, AssertionError) as error:
-                errors[name] = str(error)
+        def attempt(path: str) -> str:
+            kinds = RuntimeError, TypeError, AssertionError
+            return message_of(lambda: step(config_of(path), *where), *kinds)
 
-        scoring.local_tokens = _tokens_with(advantages_N=lambda values: values.cpu())
-        attempt("advantages on the host")
-        scoring.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
-        attempt("a loss mask that is too short")
-        scoring.local_tokens = local_tokens
-        Replay.load = _on_the_host
-        attempt("routes on the host")
-        Replay.load = LOAD
-        DeviceExperts.forward = _float_experts
-        attempt("experts in two dtypes")
-        DeviceExperts.forward = FUSED
-        attempt("experts that are not aligned", narrow)
-        attempt("no mistake")
+        for name, mistake in MISTAKES.items():
+            with patched(*mistake):
+                errors[name] = attempt(path)
+        errors["experts that are not aligned"] = attempt(narrow)
+        errors["no mistake"] = attempt(path)
     return errors
