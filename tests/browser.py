@@ -1,6 +1,5 @@
 """A real headless Chromium, driven over the W3C WebDriver protocol."""
 
-import base64
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -72,23 +71,12 @@ class Browser:
         entries = self._post("se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
-    def screenshot(self, path: Path) -> None:
-        """What the window shows, as a PNG."""
-        path.write_bytes(base64.b64decode(self._get("screenshot")))
-
-    def resize(self, width: int, height: int) -> None:
-        """The window's size in pixels."""
-        self._post("window/rect", {"width": width, "height": height})
-
     def _find(self, selector: str) -> str:
         element = self._post("element", {"using": "css selector", "value": selector})
         return str(next(iter(element.values())))
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         return _value(self._client.post(f"/session/{self._session}/{path}", json=body))
-
-    def _get(self, path: str) -> Any:
-        return _value(self._client.get(f"/session/{self._session}/{path}"))
 
 
 def why_absent() -> str:

@@ -1,8 +1,11 @@
 """A real vLLM engine and a real Megatron policy on every rank, and what the engine samples."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from r3.run import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync import PackingSpec, State, distribute, export, sync_weights
+from r3.tools import prove_weights
 from r3.types import Batch, Rollout
 from r3.user_code import advantage_of
 from tests.tiny import prompts_of_step
@@ -49,6 +53,40 @@ class World:
             engine or self.engine, self.task, self.mesh, self.config, policy_version, step=step
         )
 
+    def push_changed(self, folder: Path) -> tuple[SimpleNamespace, list[Rollout]]:
+        """Change the policy's weights, push them, and let an engine load their export.
+
+        Returns:
+            A push of version 1, against an engine that loaded the same weights from files, and
+            what the pushed engine sampled.
+            sampled: signature of that.
+            moved: the push changed what is sampled.
+            compared: tensors of which every byte was found equal in the engine; gate and up of an
+                expert count as one.
+            tensors: tensors of the model.
+            equal: both engines sample the same.
+            tensors_equal: both have the same parameters and buffers, bit for bit.
+        """
+        before = signature(self.collect(0).rollouts)
+        self.residency.move(State.TRAIN)
+        self.perturb()
+        self.sync(1)
+        compared = prove_weights(self.stream, self.engine, self.mesh)
+        rollouts = self.collect(1).rollouts
+        sampled = signature(rollouts)
+        self.export(folder)
+        config = replace(self.config, model=replace(self.config.model, path=str(folder)))
+        fresh = engine_from_disk(config, self.device, self.task, policy_version=1)
+        pushed = SimpleNamespace(
+            sampled=sampled,
+            moved=before != sampled,
+            compared=compared,
+            tensors=len(self.stream.shapes),
+            equal=sampled == signature(self.collect(1, engine=fresh).rollouts),
+            tensors_equal=held_tensors(self.engine) == held_tensors(fresh),
+        )
+        return pushed, rollouts
+
     def batch_of(self, collected: RoundResult, micro_batch_tokens: int) -> Batch:
         """Pack rollouts with their advantages, as a step with one update does."""
         rewards = gather_rewards(collected.samples, self.mesh.world, self.config)
@@ -72,6 +110,14 @@ class World:
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             noise = torch.randn(slot.tensor.shape, generator=generator) * 0.01
             slot.tensor.add_(noise.to(slot.tensor.device))
+
+
+def require_equal(pushed: SimpleNamespace) -> None:
+    """Require that an engine after `World.push_changed` is the one that loaded the export."""
+    assert pushed.moved, "the moved weights must sample something else, or the test shows nothing"
+    assert pushed.equal, "both sample the same"
+    assert pushed.tensors_equal, "an engine that began with random weights and a loaded one"
+    assert pushed.tensors == pushed.compared, "every tensor was compared"
 
 
 def one_round(
@@ -127,6 +173,22 @@ def routers_of(engine: Engine) -> dict[int, Any]:
         lambda worker: list(worker.model_runner.get_model().modules())
     )
     return {module.layer_id: module.router for module in modules if hasattr(module, "router")}
+
+
+@contextmanager
+def rope_wrong_beyond(context: int, engine: Engine) -> Iterator[None]:
+    """Inside, the engine rotates positions beyond the context with half of the factor."""
+    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    found = (getattr(module, "cos_sin_cache", None) for module in net.modules())
+    caches = {id(cache): cache for cache in found if cache is not None}.values()
+    kept = [cache.clone() for cache in caches]
+    for cache in caches:
+        rows = len(cache) - context
+        beyond = cache[context : context + -(-rows // 2)]
+        cache[context:] = beyond.repeat_interleave(2, 0)[:rows]
+    yield
+    for cache, right in zip(caches, kept, strict=True):
+        cache.copy_(right)
 
 
 def held_tensors(engine: Engine) -> dict[str, str]:

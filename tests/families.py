@@ -206,6 +206,19 @@ def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the experts of a layer: gate over up, and down."""
+    left, joined = dict(tensors), {}
+    for layer in [n.rpartition("0.gate_proj")[0] for n in tensors if ".experts.0.gate_proj." in n]:
+        count = sum(n.startswith(layer) and n.endswith("gate_proj.weight") for n in tensors)
+        gate, up, down = (
+            torch.stack([left.pop(f"{layer}{e}.{part}_proj.weight") for e in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        joined |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    return left | joined
+
+
 def wrapped_checkpoint(folder: Path, *, stacked: bool, dense: bool = False, **sizes: Any) -> Any:
     """Write Qwen3.5 as it is published: a text model with a vision and a prediction model.
 
@@ -237,13 +250,8 @@ def wrapped_checkpoint(folder: Path, *, stacked: bool, dense: bool = False, **si
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     save_perturbed(model, folder)
     tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
-    experts = [name.rpartition("0.gate_proj")[0] for name in tensors if ".0.gate_proj." in name]
-    for layer in experts if stacked else ():
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{layer}{e}.{part}_proj.weight") for e in range(8)])
-            for part in ("gate", "up", "down")
-        )
-        tensors |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    if stacked:
+        tensors = stacked_experts(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 

@@ -17,16 +17,24 @@ from r3.algo.advantage import Reward, advantages_of, less_kl
 from r3.algo.packing import with_advantages
 from r3.config import Config
 from r3.layers import local_tokens
-from r3.metrics import Mean
+from r3.metrics import Mean, mismatch
 from r3.models.shape import BYTES_OF, ModelShape
-from r3.policy import NONE_MADE, Passes, Policy, earlier_passes, policy_loss, train_on
+from r3.policy import (
+    NONE_MADE,
+    Passes,
+    Policy,
+    TokenScores,
+    earlier_passes,
+    policy_loss,
+    train_on,
+)
 from r3.policy.weight_slots import Slot
 from r3.run import Checkpointer, RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync import PackingSpec, distribute
 from r3.tools.planning.sync import planned_shards
-from r3.types import Batch, Sample, Update
+from r3.types import Batch, Rollout, Sample, Update
 from r3.user_code import advantage_of
 from tests.tiny import random_rollouts
 
@@ -167,6 +175,12 @@ def require_planned(policy: Policy) -> None:
     assert sizes == {each.name: each.item_size for each in planned}
 
 
+def samples_of(mesh: Mesh, rollouts: Sequence[Rollout]) -> list[Sample]:
+    """The samples of a step that this rank's engine would have made."""
+    own = (each for each in rollouts if each.group % mesh.world.size == mesh.world.rank)
+    return [Sample(rollout=rollout) for rollout in own]
+
+
 def batches_of(
     mesh: Mesh,
     shape: ModelShape,
@@ -179,13 +193,8 @@ def batches_of(
     """Batches of random rollouts, distributed as in a step. All ranks must call."""
     rollouts = random_rollouts(shape, lengths)
     advantages_R = torch.from_numpy(np.random.default_rng(5).standard_normal(len(rollouts)))
-    mine = [
-        Sample(rollout=rollout)
-        for rollout in rollouts
-        if rollout.group % mesh.world.size == mesh.world.rank
-    ]
     batches, _ = distribute(
-        mine,
+        samples_of(mesh, rollouts),
         mesh,
         shape,
         PackingSpec(
@@ -207,24 +216,28 @@ def by_expert(slot: Slot, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         yield replace(slot.experts, first=number, count=1).name, one
 
 
+def buffers_of(policy: Policy) -> list[Any]:
+    """Megatron's buffers of parameters and gradients."""
+    chunks = policy.wrapped
+    return [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def gathered(buffer: Any) -> torch.Tensor:
+    """Reduced gradients of a buffer: each data-parallel rank owns one part of every bucket."""
+    group, whole = buffer.data_parallel_group, torch.zeros_like(buffer.grad_data)
+    for bucket in buffer.buckets:
+        mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        whole[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
+    return whole
+
+
 def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
     """Reduced gradients of this rank's tensors by Megatron's name: (kind, shard, gradient)."""
     found: dict[str, tuple[str, int, torch.Tensor]] = {}
-    buffers = [
-        b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    whole = []
-    for buffer in buffers:
-        group = buffer.data_parallel_group
-        gathered = torch.empty_like(buffer.grad_data)
-        # Each data-parallel rank owns one contiguous part of every bucket
-        for bucket in buffer.buckets:
-            part = bucket.grad_data.numel() // group.size()
-            mine = bucket.grad_data[group.rank() * part : (group.rank() + 1) * part].clone()
-            parts = [torch.empty_like(mine) for _ in range(group.size())]
-            dist.all_gather(parts, mine, group=group)
-            gathered[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
-        whole.append(gathered)
+    buffers = buffers_of(policy)
+    whole = [gathered(buffer) for buffer in buffers]
     for slot in policy.slots:
         for buffer, gradient in zip(buffers, whole, strict=True):
             offset, rest = divmod(
@@ -273,6 +286,13 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
     for chunk in policy.wrapped:
         chunk.finish_grad_sync()
     return {"loss/total": Mean(total, 1.0)}
+
+
+def figures_of(scores: TokenScores) -> dict[str, float]:
+    """The mismatch panel of one pass on one rank."""
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+    parts = mismatch(*(torch.cat(column) for column in columns))
+    return {name: type(part).reduce([part]) for name, part in parts.items()}
 
 
 def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tensor:

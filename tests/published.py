@@ -18,7 +18,15 @@ import torch
 
 from r3 import assets
 from r3.models import families
-from tests.families import FAMILIES, HALF_ENGINE_FAMILIES, engine_sizes, family, glm_keys, in_ling
+from tests.families import (
+    FAMILIES,
+    HALF_ENGINE_FAMILIES,
+    engine_sizes,
+    family,
+    glm_keys,
+    in_ling,
+    stacked_experts,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -320,7 +328,7 @@ def publish(folder: Path, name: str) -> Path:
         tensors = in_ling(tensors)
     extra = {n: t.bfloat16() for n, t in layout.extra(tensors, layers).items()}
     if layout.stacked:
-        tensors = _stack(tensors)
+        tensors = stacked_experts(tensors)
     stored, _ = _store(tensors | extra, layout.stored)
     stored = {layout.renamed(n): tensor for n, tensor in stored.items()}
     folder.mkdir(parents=True)
@@ -352,19 +360,6 @@ def dequantised(folder: Path, name: str) -> Path:
     config.save_pretrained(folder)
     _copy_tokenizer(folder, {})
     return folder
-
-
-def _stack(tensors: Tensors) -> Tensors:
-    """Join the experts of a layer: gate over up, and down."""
-    left, joined = dict(tensors), Tensors()
-    for layer in [n.rpartition("0.gate_proj")[0] for n in tensors if ".experts.0.gate_proj." in n]:
-        count = sum(n.startswith(layer) and n.endswith("gate_proj.weight") for n in tensors)
-        gate, up, down = (
-            torch.stack([left.pop(f"{layer}{e}.{part}_proj.weight") for e in range(count)])
-            for part in ("gate", "up", "down")
-        )
-        joined |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
-    return left | joined
 
 
 def _write_shards(folder: Path, tensors: Tensors) -> None:

@@ -2,12 +2,16 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from r3.config import RewardConfig
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.config import EnvConfig, RewardConfig
 from r3.data import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
-from r3.envs import MessageReader, Workflows, built_in, message_parser
+from r3.envs import MessageReader, Resident, Workflows, built_in, message_parser
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout import ConversationRules, ConversationSetup, Round, RoundResult
@@ -100,3 +104,27 @@ def play_round(
     finally:
         setup.environments.close()
         scorer.close()
+
+
+def play_command(
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    says: Callable[[str], str],
+    *args: str,
+    **settings: Any,
+) -> tuple[RoundResult, list[Turn]]:
+    """Play episodes of an agent in a process of its own, one for each row.
+
+    Args:
+        rows: columns of each.
+        says: what the model answers to a text.
+        args, settings: of the agent, and of `EnvConfig`.
+    """
+    env = EnvConfig(command=command, args=args, **{"timeout_s": 300.0, **settings})
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    prompts = {index: replace(numbered(index), metadata=row) for index, row in enumerate(rows)}
+
+    def answers(turn: Turn) -> str:
+        return says(tokenizer.decode(turn.tokens_T))
+
+    return play_round(Workflows(env, Resident), tokenizer, prompts, says=answers)

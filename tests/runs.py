@@ -1,7 +1,6 @@
 """Runs of `train.py` as a user starts them, for tests that look at what they leave."""
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -11,11 +10,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 import pytest
 
 from r3.metrics import explain
+from r3.run import read_jsonl
 from r3.runtime.device import has_gpu
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
@@ -104,7 +105,12 @@ def words(flags: str) -> tuple[str, ...]:
 
 
 def rows_of(log_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(log_dir / "metrics.jsonl")
+
+
+def dumped(log_dir: Path, step: int = 1, *, kind: str = "rollouts") -> list[dict[str, Any]]:
+    """What a run wrote of each sample of a step, or of an evaluation (`kind="eval"`)."""
+    return read_jsonl(log_dir / kind / f"step_{step:06d}.jsonl")
 
 
 def timeless(row: dict[str, float]) -> dict[str, float]:

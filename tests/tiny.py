@@ -52,6 +52,14 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     return config
 
 
+def embedded(folder: Path, **keys: Any) -> Path:
+    """A copy of the embedded model with other keys in config.json."""
+    shutil.copytree(assets.TINY_MOE, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    return folder
+
+
 # A base model: the three files end texts with another token than the chat template ends messages.
 BASE: dict[str, Any] = {"eos_token": "<|endoftext|>", "config": 0, "generation_config": 0}
 
@@ -71,8 +79,7 @@ def tokenizer_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any
 
 def base_model(folder: Path) -> Path:
     """The embedded model as a base model."""
-    shutil.copytree(assets.TINY_MOE, folder)
-    return tokenizer_folder(folder, **BASE)
+    return tokenizer_folder(embedded(folder), **BASE)
 
 
 def random_rollouts(

@@ -219,17 +219,20 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
             hook.remove()
 
 
+def rows_seen(chosen: dict[int, list[torch.Tensor]]) -> np.ndarray:
+    """Rows of one request alone as a hook on the routers saw them, over all passes."""
+    rows = torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
+    return rows.sort(-1).values.numpy()
+
+
+def count_other(one: np.ndarray, other: np.ndarray) -> int:
+    """Count rows with other experts in a layer; all of them if the numbers of rows differ."""
+    return int((one != other).any((1, 2)).sum()) if one.shape == other.shape else len(one)
+
+
 def rows_that_differ(rollout: Rollout, chosen: dict[int, list[torch.Tensor]]) -> int:
-    """Count rows of a request computed alone that are not the routers'; all if numbers differ."""
-    seen = (
-        torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
-        .sort(-1)
-        .values.numpy()
-    )
-    routes = np.sort(rollout.routed_experts, axis=-1)
-    if seen.shape != routes.shape:
-        return len(routes)
-    return int((seen != routes).any((1, 2)).sum())
+    """Count rows of a request computed alone that are not the routers'."""
+    return count_other(np.sort(rollout.routed_experts, axis=-1), rows_seen(chosen))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from r3.run import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.tools import CheckFailed
+from tests.engines import rope_wrong_beyond
 from tests.errors import NOTHING, message_of
 from tests.tiny import tiny_config
 
@@ -45,14 +46,5 @@ def rope_beyond_the_context(device: Device, *, model: str) -> SimpleNamespace:
         return {name: asked(getattr(doctor, name)) for name in names}
 
     sound = all_checks()
-    (net,) = run.engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-    for cache in {
-        id(m.cos_sin_cache): m.cos_sin_cache for m in net.modules() if _rotates(m)
-    }.values():
-        rows = len(cache) - CONTEXT
-        cache[CONTEXT:] = cache[CONTEXT : CONTEXT + -(-rows // 2)].repeat_interleave(2, 0)[:rows]
-    return SimpleNamespace(sound=sound, wrong=all_checks())
-
-
-def _rotates(module: Any) -> bool:
-    return getattr(module, "cos_sin_cache", None) is not None
+    with rope_wrong_beyond(CONTEXT, run.engine):
+        return SimpleNamespace(sound=sound, wrong=all_checks())

@@ -22,18 +22,16 @@ from tests.tiny import tiny_config
 from tests.wrong_routes import patched, rows_lost, samples_swapped
 
 
-def _rows_shifted(load: Any) -> Any:
-    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
-        load(self, routes_NLK.roll(1, 0), *rest, **facts)
+def _rolled(axis: int) -> Callable[[Any], Any]:
+    """What loads routes late by a token (axis 0), or into the next layer (axis 1)."""
 
-    return faulty
+    def wrap(load: Any) -> Any:
+        def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
+            load(self, routes_NLK.roll(1, axis), *rest, **facts)
 
+        return faulty
 
-def _layers_swapped(load: Any) -> Any:
-    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
-        load(self, routes_NLK.roll(1, 1), *rest, **facts)
-
-    return faulty
+    return wrap
 
 
 def _samples_swapped(decode: Any) -> Any:
@@ -86,10 +84,10 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
 
     ask("sound")
     for name, owner, attribute, wrap in (
-        ("rows shifted", Replay, "load", _rows_shifted),
-        ("layers swapped", Replay, "load", _layers_swapped),
+        ("rows shifted", Replay, "load", _rolled(0)),
+        ("layers swapped", Replay, "load", _rolled(1)),
         ("rows lost", Replay, "load", rows_lost),
-        ("on one rank", Replay, "load", _only_on_rank_1(_rows_shifted, device.rank)),
+        ("on one rank", Replay, "load", _only_on_rank_1(_rolled(0), device.rank)),
         ("samples swapped", exchange, "decode", _samples_swapped),
         ("packed backwards", packing, "pack", _packed_backwards),
         ("routed live", RouterTap, "get_replay_topk", _live),

@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +17,11 @@ from r3.engine import direct_weights
 from r3.engine.weight_push import Pushed, push
 from r3.lora import adapted_tensors
 from r3.runtime.device import Device
-from r3.sync import State, SyncError, sync_weights
+from r3.sync import SyncError, sync_weights
 from r3.tools import prove_sync, prove_weights
 from r3.types import Rollout
 from tests.engines import (
     World,
-    engine_from_disk,
     held_tensors,
     signature,
 )
@@ -37,11 +35,9 @@ def pushed_family(device: Device, *, model: str, out: str) -> SimpleNamespace:
     """Push changed weights, prove them, and compare with an engine that loads their export.
 
     Returns:
-        An engine after a push, and one that loaded the same weights from files.
-        compared: tensors that the proof compared.
-        tensors: tensors that were pushed.
+        pushed: the engine after a push, and one that loaded the same weights from files, see
+            `World.push_changed`.
         gates: experts over all layers.
-        tensors_equal: both engines have the same parameters and buffers, bit for bit.
         reloaded: layers whose experts went through vLLM's reload, with the reason.
         why_reloaded: why weights other than experts did; empty if they were copied.
         reload_equal: weights that go through the reload sample the same.
@@ -52,8 +48,6 @@ def pushed_family(device: Device, *, model: str, out: str) -> SimpleNamespace:
         faults: message of the proof by planted fault.
         routes, wrong_routes: rows of captured routes, one per token and MoE layer, and those whose
             experts are not the ones that transformers' routers choose with the same weights.
-        moved: the push changed what is sampled.
-        equal: both engines sample the same.
         proofs: largest log-probability differences of the proofs.
         some: of a sync of the tensors with adapters.
     """
@@ -63,43 +57,28 @@ def pushed_family(device: Device, *, model: str, out: str) -> SimpleNamespace:
         world.sync(0)
     prompts = world.task.prompts.prompts[:4]
     proofs = [prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
-    before = signature(world.collect(0).rollouts)
-    world.residency.move(State.TRAIN)
-    world.perturb()
-    with redirect_stdout(printed):
-        world.sync(1)
-    compared = prove_weights(world.stream, world.engine, world.mesh)
-    proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
-    rollouts = world.collect(1).rollouts
-    pushed = signature(rollouts)
     folder = Path(out) / "export"
-    world.export(folder)
-    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
-    fresh = engine_from_disk(config, device, world.task, policy_version=1)
+    with redirect_stdout(printed):
+        pushed, rollouts = world.push_changed(folder)
+    proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
     routes, wrong_routes = compare_routes(rollouts, folder)
-    equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
-    tensors = held_tensors(world.engine) == held_tensors(fresh)
     by_reload = push(world.engine.llm, world.stream.read_blocks(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
     fallen = unknown_kernels(world)
     return SimpleNamespace(
-        compared=compared,
-        tensors=len(world.stream.shapes),
+        pushed=pushed,
         gates=world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
-        tensors_equal=tensors,
         reloaded=world.engine.reloaded_experts,
         why_reloaded=world.engine.why_reloaded,
-        reload_equal=again == pushed and not by_reload.unloaded,
+        reload_equal=again == pushed.sampled and not by_reload.unloaded,
         fallen={str(layer): why for layer, why in fallen.reloaded.items()},
         fallen_note=fallen.note,
-        fallen_equal=signature(world.collect(1).rollouts) == pushed and not fallen.unloaded,
+        fallen_equal=signature(world.collect(1).rollouts) == pushed.sampled and not fallen.unloaded,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         routes=routes,
         wrong_routes=wrong_routes,
-        moved=before != pushed,
-        equal=equal,
         proofs=proofs,
         some=some_tensors(world),
     )
@@ -181,10 +160,6 @@ def planted_faults(world: World) -> dict[str, str]:
         )
         world.engine.load_weights(world.stream, policy_version=1)
 
-    def one_number(model: Any) -> None:
-        norm = model.model.layers[1].input_layernorm.weight
-        norm.data[3] = torch.nextafter(norm.data[3], torch.tensor(9.0, dtype=norm.dtype))
-
     def exchange(model: Any) -> None:
         (stacked,) = (
             module
@@ -193,7 +168,6 @@ def planted_faults(world: World) -> dict[str, str]:
         )
         stacked.w2_weight.data[[0, 3]] = stacked.w2_weight.data[[3, 0]].clone()
 
-    provoke("one number", one_number)
     if 1 in world.policy.shape.moe_layers:
         provoke("two experts", exchange)
     # The kernels read the head from its own packed copy: the embedding alone is not enough.
@@ -210,11 +184,9 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
         An engine whose layers vLLM packs as it does on another processor.
         packed: convolutions that the engine has in another shape than the checkpoint, and how
             experts are packed.
-        compared, tensors: tensors that the proof compared after a push, and those of the model.
-        same: an engine that loaded the same weights from files has the same tensors.
-        equal: both sample the same, also after a push through vLLM's reload, whose weights were
-            compared too.
-        moved: the push changed what is sampled.
+        pushed: the engine after a push, and one that loaded the same weights from files.
+        reload_equal: a push through vLLM's reload, whose weights were compared too, samples the
+            same.
         proof: largest log-probability difference of engine and policy, routes replayed.
         stale: message of the proof by kind of layer, after one number of its weight changed.
         raw: message of the proof after the checkpoint's numbers were copied into a packed
@@ -227,20 +199,9 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     world = World(device, config)
     engine, shape = world.engine, world.task.shape
     world.sync(0)
-    before = signature(world.collect(0).rollouts)
-    world.residency.move(State.TRAIN)
-    world.perturb()
-    world.sync(1)
-    compared = prove_weights(world.stream, engine, world.mesh)
+    pushed, _ = world.push_changed(Path(out) / "export")
     prompts = world.task.prompts.prompts[:4]
     proof = prove_sync(engine, world.policy, prompts, world.config, world.mesh)
-    pushed = signature(world.collect(1).rollouts)
-    folder = Path(out) / "export"
-    world.export(folder)
-    config = replace(config, model=replace(config.model, path=str(folder)))
-    fresh = engine_from_disk(config, device, world.task, policy_version=1)
-    loaded = signature(world.collect(1, engine=fresh).rollouts)
-    same = held_tensors(engine) == held_tensors(fresh)
     push(engine.llm, world.stream.read_blocks(), shape, copy=False)
     prove_weights(world.stream, engine, world.mesh)
     engine.reset_cache()
@@ -282,11 +243,8 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     assert held_tensors(engine) == values, "nothing was copied"
     return SimpleNamespace(
         packed=packed,
-        compared=compared,
-        tensors=len(world.stream.shapes),
-        same=same,
-        equal=pushed == loaded == again,
-        moved=before != pushed,
+        pushed=pushed,
+        reload_equal=again == pushed.sampled,
         proof=proof,
         stale=stale,
         raw=raw,

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets
-from r3.config import EnvConfig
-from r3.engine import Turn
-from r3.envs import Resident, Workflows
-from r3.rollout import RoundResult
 from tests.pages import ROOT
-from tests.rounds import numbered, play_round
-from tests.runs import rows_of
+from tests.rounds import play_command
+from tests.runs import dumped, program, rows_of
 from tests.tiny import rewards_of
 
 SERVERS = """
@@ -64,45 +54,26 @@ for line in open(sys.argv[1]):
 """
 
 
-def played(
-    command: str,
-    rows: list[dict[str, Any]],
-    says: Callable[[str], str],
-    *args: str,
-    **settings: Any,
-) -> RoundResult:
-    """Episodes in which the model says what the test says to a text, and no engine runs."""
-    env = EnvConfig(command=command, args=args, timeout_s=300.0, **settings)
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    prompts = {index: replace(numbered(index), metadata=row) for index, row in enumerate(rows)}
-
-    def answers(turn: Turn) -> str:
-        return says(tokenizer.decode(turn.tokens_T))
-
-    return play_round(Workflows(env, Resident), tokenizer, prompts, says=answers)[0]
-
-
-def scored_again(script: str, python: Path, folder: Path) -> list[tuple[float, float]]:
-    """Rewards of the first step of a run, and what a script in the other environment gives."""
-    dump = folder / "rollouts" / "step_000001.jsonl"
-    done = subprocess.run(
-        [python, "-c", script, dump],
-        cwd=folder.parent.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def scored_again(script: str, python: Path, runs: Path, files: str) -> list[tuple[float, float]]:
+    """Rewards in files of a run, and what a script in the other environment gives."""
+    done = program(python, "-c", script, runs / files, cwd=runs.parent)
+    assert done.returncode == 0, done.stderr
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("again")]
     return [(float(kept), float(again)) for kept, again in lines]
+
+
+def require_whole(row: dict[str, float], *, calls: int) -> None:
+    """Require that no episode of a step failed, and that routers used all captured routes."""
+    assert row["env/calls"] == calls and row["env/errors"] == 0 and row["routing/coverage"] == 1
+    assert row["routing/rows_captured"] == row["routing/rows_replayed"]
 
 
 def openenv(runs: Path, output: str) -> None:
     python = runs / "openenv" / "bin" / "python"
     row = rows_of(runs / "of-openenv")[-1]
-    assert row["env/calls"] == 8 and row["env/errors"] == 0 and row["routing/coverage"] == 1
-    assert row["routing/rows_captured"] == row["routing/rows_replayed"]
+    require_whole(row, calls=8)
     assert row["env/turns_mean"] == row["env/openenv_steps"] > 1
-    again = scored_again(PLAYED_AGAIN, python, runs / "of-openenv")
+    again = scored_again(PLAYED_AGAIN, python, runs, "of-openenv/rollouts/step_000001.jsonl")
     assert len(again) == 8 and len(set(again)) > 1
     # The rewards of up to five steps of 0.05 are added in the same order.
     assert all(kept == scored for kept, scored in again)
@@ -125,27 +96,24 @@ def openenv_reports(python: Path, folder: Path) -> None:
         return next(answer for name, answer in right.items() if name in text)
 
     # A reply that comes too late is read by no other call, nor by another episode.
-    slow = played(
+    slow, _ = play_command(
         command, rows, knows, "server=servers:slow", "timeout_s=1", retries=0, on_error="zero"
     )
     assert rewards_of(slow) == [0.0, 1.0, 1.0]
     # A server that dies takes its sessions along; their episodes are played again in a new one.
-    dies = played(command, rows, knows, "server=servers:dies", retries=2)
+    dies, _ = play_command(command, rows, knows, "server=servers:dies", retries=2)
     assert rewards_of(dies) == [1.0, 1.0, 1.0]
     # More episodes than sessions: the failure names it.
-    narrow = played(command, rows, knows, "server=servers:narrow", retries=0, on_error="drop")
+    server = "server=servers:narrow"
+    narrow, _ = play_command(command, rows, knows, server, retries=0, on_error="drop")
     assert 1 <= len(rewards_of(narrow)) < 3 and set(rewards_of(narrow)) == {1.0}
     assert all("1/1 sessions active" in each for each in narrow.dropped)
 
 
 def harbor(runs: Path, output: str) -> None:
     row = rows_of(runs / "of-harbor")[-1]
-    assert row["env/calls"] == 8 and row["env/errors"] == 0 and row["routing/coverage"] == 1
-    assert row["routing/rows_captured"] == row["routing/rows_replayed"]
-    rewards = [
-        json.loads(line)["reward"]
-        for line in (runs / "of-harbor/rollouts/step_000001.jsonl").read_text().splitlines()
-    ]
+    require_whole(row, calls=8)
+    rewards = [each["reward"] for each in dumped(runs / "of-harbor")]
     verified = [
         float(file.read_text())
         for file in runs.glob("of-harbor/agents/trials/*/verifier/reward.txt")
@@ -181,7 +149,7 @@ def harbor_reports(python: Path, folder: Path) -> None:
     command = f"{python} {ROOT}/examples/harbor/agent.py:Agent"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("R3_RUN_DIR", str(folder))  # trials go there, as those of a run
-        found = played(command, rows, says, f"tasks={tasks}", retries=0, on_error="drop")
+        found, _ = play_command(command, rows, says, f"tasks={tasks}", retries=0, on_error="drop")
     by_row = {each.rollout.key[0]: each.reward for each in found.samples}
     # An agent that writes the reward, also by a daemon, does not get it. One that mends the
     # repository does, also if its time is over then. A verifier that does not end is no reward.
@@ -203,7 +171,7 @@ for line in open(sys.argv[1]):
 
 def nemo_gym(runs: Path, output: str) -> None:
     row = rows_of(runs / "of-gym")[-1]
-    assert row["env/calls"] == 8 and row["env/errors"] == 0 and row["routing/coverage"] == 1
-    assert row["routing/rows_captured"] == row["routing/rows_replayed"]
-    again = scored_again(ASKED_AGAIN, runs / "gym" / "bin" / "python", runs / "of-gym")
+    require_whole(row, calls=8)
+    python, file = runs / "gym" / "bin" / "python", "of-gym/rollouts/step_000001.jsonl"
+    again = scored_again(ASKED_AGAIN, python, runs, file)
     assert len(again) == 8 and all(kept == scored for kept, scored in again)

@@ -131,13 +131,20 @@ def rotations(engine: Engine) -> tuple[float, float]:
     return share(), by_vllm
 
 
+REFUSALS = (EngineStateError, WeightMismatch, ResidencyError, SyncError, AssertionError)
+
+
+def refuses(action: Callable[[], object], said: str) -> None:
+    """Require that an action is refused with this text."""
+    message = message_of(action, *REFUSALS)
+    assert said in message, message
+
+
 def engine_guards(device: Device) -> SimpleNamespace:
     """Make every mistake that the engine must refuse, then use it as usual.
 
     Returns:
-        Messages of an engine.
-        messages: by mistake.
-        works: whether it samples after all of them.
+        works: whether the engine samples after all of them.
         unfit: by fact that was changed.
         fit: for the engine as it was built.
         sleeps: the engine that sleeps and wakes several times.
@@ -148,12 +155,6 @@ def engine_guards(device: Device) -> SimpleNamespace:
     """
     world = World(device, tiny_config())
     engine, stream = world.engine, world.stream
-    messages: dict[str, str] = {}
-
-    def provoke(name: str, action: Callable[[], object]) -> None:
-        messages[name] = message_of(
-            action, EngineStateError, WeightMismatch, ResidencyError, SyncError
-        )
 
     def sample(policy_version: int = 1) -> list[Rollout]:
         return sample_single_turn(
@@ -188,38 +189,36 @@ def engine_guards(device: Device) -> SimpleNamespace:
         return [(replace(key, count=key.count - 1), full[:-1])]
 
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
-    provoke("push asleep", push)
-    provoke("generate asleep", sample)
-    provoke("cache first", lambda: engine.wake("kv_cache"))
-    provoke("sleep twice", engine.sleep)
-    provoke("train to generate", lambda: world.residency.move(State.GENERATE))
+    refuses(push, "call wake('weights') first")
+    refuses(sample, "kv_cache and weights sleep")
+    refuses(lambda: engine.wake("kv_cache"), "before wake('weights')")
+    refuses(engine.sleep, "asleep already")
+    refuses(lambda: world.residency.move(State.GENERATE), "memory is in state TRAIN")
     world.residency.move(State.SYNC)
-    provoke("wake twice", lambda: engine.wake("weights"))
-    provoke("not announced", lambda: push({k: v for k, v in stream.shapes.items() if k != gone}))
-    provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
-    provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
-    provoke("not delivered", lambda: push(change=without_gate_and_up))
-    provoke("short", lambda: push(change=without_last))
+    refuses(lambda: engine.wake("weights"), "awake already")
+    refuses(lambda: push({k: v for k, v in stream.shapes.items() if k != gone}), f"missing {gone}")
+    refuses(lambda: push(stream.shapes | {gone: (3, 3)}), "has shape (3, 3)")
+    refuses(lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}), "unknown model.layers.9.x")
+    old = "left at its old value: model.layers"
+    refuses(lambda: push(change=without_gate_and_up), f"{old}.1.mlp.experts.w13_weight")
+    refuses(lambda: push(change=without_last), f"{old}.0.mlp.experts.w2_weight")
     # After a load that stopped half-way, the tensors with adapters are not enough.
     some = {"policy_version": 1, "only": {gone}}
-    provoke("some of none", lambda: engine.load_weights(stream, **some))
+    others = "load_weights of some tensors: the engine has no others"
+    refuses(lambda: engine.load_weights(stream, **some), others)
     assert engine.needed({gone}) is None
-    provoke("half pushed", lambda: (engine.wake("kv_cache"), sample()))
+    refuses(lambda: (engine.wake("kv_cache"), sample()), "the engine holds version -1")
     push()
-    provoke("cache not reset", sample)
+    refuses(sample, "without reset_cache()")
     engine.reset_cache()
-    provoke("other version", lambda: sample(policy_version=2))
+    refuses(lambda: sample(policy_version=2), "holds version 1")
     world.residency.state = State.GENERATE
-    provoke("generate to sync", lambda: world.residency.move(State.SYNC))
-    prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
+    refuses(lambda: world.residency.move(State.SYNC), "memory is in state GENERATE")
+    proof = engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
+    prove_sync(*proof)
     world.perturb()
-    provoke(
-        "stale",
-        lambda: prove_sync(
-            engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
-        ),
-    )
-    captures = capture_guards(engine)
+    refuses(lambda: prove_sync(*proof), "does not have the policy's weights")
+    capture_guards(engine)
     sleeps = several_sleeps(engine, sample, push)
     compared = norms(engine)
     rotated, by_vllm = rotations(engine)
@@ -227,7 +226,6 @@ def engine_guards(device: Device) -> SimpleNamespace:
 
     built = engine.llm.llm_engine.vllm_config
     return SimpleNamespace(
-        messages=messages | captures,
         works=sample()[0].num_response_tokens > 0,
         unfit=_unfit(built, world.config),
         fit=_refusal(built, world.config),
@@ -239,32 +237,23 @@ def engine_guards(device: Device) -> SimpleNamespace:
     )
 
 
-def capture_guards(engine: Engine) -> dict[str, str]:
-    """Messages about routes that cannot be captured."""
+def capture_guards(engine: Engine) -> None:
+    """Routes that cannot be captured are refused."""
     routes = engine._routes
     assert routes is not None
     table = routes._table
 
-    def other_layers() -> None:
-        type(routes)(engine.llm, table.layers[1:])
-
-    def other_blocks() -> None:
-        table.read([1], 0, table.block_size + 1)
-
-    messages = {
-        "other layers": message_of(other_layers, AssertionError),
-        "few blocks": message_of(other_blocks, AssertionError),
-    }
+    layers = "the engine has routers in layers [0, 1, 2, 3], the model in [1, 2, 3]"
+    refuses(lambda: type(routes)(engine.llm, table.layers[1:]), layers)
+    few = "1 blocks of 32 tokens cannot hold the routes of 33 tokens"
+    refuses(lambda: table.read([1], 0, table.block_size + 1), few)
     runner = table._runner
     del runner.r3_routes
-    messages["no table"] = message_of(
-        lambda: type(routes)(engine.llm, table.layers), AssertionError
-    )
+    refuses(lambda: type(routes)(engine.llm, table.layers), "this engine captures no routes")
     runner.r3_routes = table
     batch, table._batch = table._batch, None
-    messages["another batch"] = message_of(lambda: table.read([1], 0, 1), AssertionError)
+    refuses(lambda: table.read([1], 0, 1), "vLLM replaced its input batch")
     table._batch = batch
-    return messages
 
 
 def several_sleeps(

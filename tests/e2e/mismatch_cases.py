@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.metrics import mismatch
-from r3.policy import TokenScores
 from r3.runtime.device import Device
 from r3.sync import State
 from r3.types import MicroBatch
 from tests.engines import World
 from tests.families import family_checkpoint
+from tests.policies import figures_of
 from tests.tiny import tiny_config
 
 TOPK, EXPERT_FFN = 4, 64
@@ -50,13 +49,6 @@ def near_tie_checkpoint(
             tensors[name] = (tensor * scale).to(torch.bfloat16)
         save_file(tensors, file, metadata={"format": "pt"})
     return folder
-
-
-def figures_of(scores: TokenScores) -> dict[str, float]:
-    """The mismatch panel of one pass."""
-    columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
-    parts = mismatch(*(torch.cat(column) for column in columns))
-    return {name: type(part).reduce([part]) for name, part in parts.items()}
 
 
 def paired(

@@ -16,7 +16,7 @@ from r3.runtime.device import Device
 from r3.tools.mismatch.forced import forced_decoding, sides
 from r3.tools.proof import sample_single_turn
 from r3.types import Rollout
-from tests.engines import World
+from tests.engines import World, rope_wrong_beyond
 from tests.tiny import tiny_config
 
 LENGTHS = (10, 10, 60, 60, 300, 700, 1300)  # of prompts; two rollouts each
@@ -92,16 +92,8 @@ def planted(
         shifted = [*rollouts[:2], replace(rollouts[2], routed_experts=late), *rollouts[3:]]
         findings["shifted"] = said(shifted)
         findings["temperature"] = said(temperature=0.6)
-        caches = {
-            id(c): c for m in net.modules() if (c := getattr(m, "cos_sin_cache", None)) is not None
-        }
-        for cache in caches.values():
-            kept, rows = cache.clone(), len(cache) - CONTEXT
-            beyond = kept[CONTEXT : CONTEXT + -(-rows // 2)]
-            cache[CONTEXT:] = beyond.repeat_interleave(2, 0)[:rows]
-        findings["rope"] = said()
-        for cache in caches.values():
-            cache.copy_(kept)
+        with rope_wrong_beyond(CONTEXT, world.engine):
+            findings["rope"] = said()
         stacked = [m for m in net.modules() if type(m).__name__ == "RoutedExperts"][1]
         for weight in (stacked.w13_weight.data, stacked.w2_weight.data):
             weight[[0, 3]] = weight[[3, 0]].clone()

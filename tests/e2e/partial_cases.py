@@ -147,7 +147,6 @@ def kind_of(rounds: Sequence[Collected]) -> SimpleNamespace:
     return SimpleNamespace(rollouts=copied(rounds), metrics=metrics)
 
 
-@torch.no_grad()
 def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> SimpleNamespace:
     """Compare each segment with forward passes of its own policy version and of the next one.
 
@@ -160,37 +159,18 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Sim
     """
     found = SimpleNamespace(worst=0.0, slots=0, wrong=0, worst_next=0.0, wrong_next=0)
     for rollout in rollouts:
-        tokens = torch.from_numpy(rollout.tokens_T)[None]
         ends = [*(token for token, _ in rollout.segments[1:]), len(rollout.tokens_T)]
         for (start, policy_version), end in zip(rollout.segments, ends, strict=True):
-            for shift in (0, 1):
-                if policy_version + shift >= len(yardsticks):
-                    continue
-                output = yardsticks[policy_version + shift].model(tokens, output_router_logits=True)
-                logprobs = (
-                    output.logits[0, :-1]
-                    .log_softmax(-1)
-                    .gather(1, tokens[0, 1:, None])[:, 0]
-                    .numpy()
-                )
-                apart = abs(logprobs - rollout.logprobs_T[1:]) * rollout.loss_mask_T[1:]
-                # Rows and targets of tokens start .. end - 1.
-                first, last = max(0, start - 1), end - 1
-                worst = float(apart[first:last].max())
-                wrong, slots = 0, 0
-                for layer, scores in enumerate(output.router_logits):
-                    k = rollout.routed_experts.shape[-1]
-                    chosen = scores.topk(k, dim=-1).indices.sort(-1).values[:-1].numpy()
-                    given = np.sort(rollout.routed_experts[:, layer], -1)
-                    wrong += int((chosen != given).any(-1)[first:last].sum())
-                    slots += last - first
-                if shift:
-                    found.worst_next = max(found.worst_next, worst)
-                    found.wrong_next += wrong
-                else:
-                    found.worst = max(found.worst, worst)
-                    found.slots += slots
-                    found.wrong += wrong
+            own = slice(max(0, start - 1), end - 1)  # rows and targets of tokens start .. end - 1
+            current, *later = yardsticks[policy_version:]
+            apart_T, wrong_TL = (each[own] for each in current.differences(rollout))
+            found.worst = max(found.worst, float(apart_T.max()))
+            found.slots += wrong_TL.size
+            found.wrong += int(wrong_TL.sum())
+            if later:
+                apart_T, wrong_TL = (each[own] for each in later[0].differences(rollout))
+                found.worst_next = max(found.worst_next, float(apart_T.max()))
+                found.wrong_next += int(wrong_TL.sum())
     return found
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from r3.engine.build import require_head_type
-from r3.metrics import mismatch
 from r3.runtime.device import Device
 from r3.sync import State
 from tests.engines import World
 from tests.errors import message_of
+from tests.policies import figures_of
 from tests.tiny import tiny_config
 
 
@@ -67,14 +67,12 @@ def head(device: Device, *, fp32: bool, model: str = "") -> SimpleNamespace:
             for states, micro_batch in zip(hidden, batch, strict=True)
         ]
     )
-    columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)]
-    parts = mismatch(*columns)
     other = replace(config, model=replace(config.model, fp32_head=not fp32))
     return SimpleNamespace(
         refusal=message_of(lambda: require_head_type(world.engine.llm, other), AssertionError),
         types=sorted(types),
         rounded=all(rounded),
-        tokens=float(columns[2].sum()),
-        policy_error=float((columns[0] - exact_N).abs().max()),
-        figures={name: type(part).reduce([part]) for name, part in parts.items()},
+        tokens=float(torch.cat(scores.loss_mask).sum()),
+        policy_error=float((torch.cat(scores.logprobs) - exact_N).abs().max()),
+        figures=figures_of(scores),
     )

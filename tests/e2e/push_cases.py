@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,42 +30,25 @@ def push_equals_fresh_engine(
     """Push changed weights, and compare with an engine that loads the exported checkpoint.
 
     Returns:
-        Whether two engines sample the same, and how many shards this rank read from where.
-        moved: the push changed what is sampled.
-        compared: tensors of which every byte was found equal in the pushed engine; gate and up of
-            an expert count as one.
-        tensors: tensors of the model.
-        equal: the pushed engine samples what a freshly loaded one does.
-        cached_equal: so it does with every prompt in the prefix cache.
+        Whether two engines are the same, and how many shards this rank read from where.
+        pushed: see `World.push_changed`.
+        cached_equal: the pushed engine samples the same with every prompt in the prefix cache.
         stale: message of the proof of weights after one number changed in the last rank's engine.
         plan_stale: message of the proof after a push by a plan from before parameters of the engine
             were replaced and moved. A push of its own finds them.
     """
     world = World(device, tiny_config(model, parallel=parallel), hosts=hosts)
     world.sync(0)
-    before = signature(world.collect(0).rollouts)
-    world.residency.move(State.TRAIN)
-    world.perturb()
-    world.sync(1)
-    compared = prove_weights(world.stream, world.engine, world.mesh)
-    pushed = signature(world.collect(1).rollouts)
-    again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
-    folder = Path(out) / "export"
-    world.export(folder)
-    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
-    fresh = engine_from_disk(config, device, world.task, policy_version=1)
-    loaded = signature(world.collect(1, engine=fresh).rollouts)
+    pushed, _ = world.push_changed(Path(out) / "export")
+    again = signature(world.collect(1).rollouts)
     traffic = Traffic.of(world.stream.plan)
     if device.rank == device.world_size - 1:
         world.engine.llm.collective_rpc(_spoil)
     stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
     plan_stale = _plan_stale(world)
     return SimpleNamespace(
-        moved=before != pushed,
-        compared=compared,
-        tensors=len(world.stream.shapes),
-        equal=pushed == loaded,
-        cached_equal=again == loaded,
+        pushed=pushed,
+        cached_equal=again == pushed.sampled,
         stale=stale,
         plan_stale=plan_stale,
         local_reads=traffic.local[0],

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from r3.backends.cpu import engine as on_cpu
 from r3.engine import Engine, Sampled, Sampling, Transcript, Turn
 from r3.rollout import Task, read_task
 from r3.runtime.device import Device
 from r3.types import RouteError
-from tests.e2e.capture_cases import watched_cache, watched_routers
+from tests.e2e.capture_cases import count_other, rows_seen, watched_cache, watched_routers
 from tests.engines import engine_from_disk
 from tests.errors import message_of
 from tests.tiny import tiny_config
@@ -34,10 +33,7 @@ def scheduled(device: Device) -> SimpleNamespace:
         What engines that schedule otherwise return for the same requests.
         longest: tokens of the longest prompt of an engine that runs two requests at once.
         two_equal: it returns the rows of the usual engine.
-        passes: forward passes over a prompt in chunks.
-        in_chunks: rows of requests whose prompts were computed in chunks.
-        in_chunks_differ, in_chunks_late: those that are not the routers', and those that are not
-            the row before's.
+        chunks: requests whose prompts were computed in chunks, one by one; see `compared`.
         chunks_equal: requests in chunks return the rows of the usual engine.
         ahead: most batches of tokens that vLLM had scheduled after the one that it read.
         ahead_equal: requests of that round return the rows of the usual engine.
@@ -72,18 +68,7 @@ def scheduled(device: Device) -> SimpleNamespace:
         chunked = engine_from_disk(
             replace(config, engine=replace(config.engine, max_num_seqs=8)), device, task
         )
-    rows = differ = late = passes = 0
-    with watched_routers(chunked) as chosen:
-        for request in requests(prompts):
-            chunked.reset_cache()
-            chosen.clear()
-            (found,) = sample(chunked, [request])
-            passes = max(passes, len(next(iter(chosen.values()))) - len(found.tokens_T) + 1)
-            routes, seen = ids_of(found), rows_seen(chosen)
-            rows += len(routes)
-            differ += count_other(routes, seen)
-            late += count_other(np.roll(routes, 1, axis=0), seen)
-    chunked.reset_cache()
+    chunks = compared(chunked, requests(prompts))
     chunks_equal = same(sample(chunked, requests(prompts)), expected)
     chunked.reset_cache()
     with queue_of_two(chunked) as ahead:
@@ -93,10 +78,7 @@ def scheduled(device: Device) -> SimpleNamespace:
     return SimpleNamespace(
         longest=max(map(len, prompts)),
         two_equal=two_equal,
-        passes=passes,
-        in_chunks=rows,
-        in_chunks_differ=differ,
-        in_chunks_late=late,
+        chunks=chunks,
         chunks_equal=chunks_equal,
         ahead=max(ahead),
         ahead_equal=ahead_equal,
@@ -141,15 +123,28 @@ def ids_of(sampled: Sampled) -> np.ndarray:
     return np.sort(sampled.routed_experts, axis=-1)
 
 
-def rows_seen(chosen: dict[int, list[torch.Tensor]]) -> np.ndarray:
-    """Rows of one request alone as a hook on the routers saw them, over all passes."""
-    rows = torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
-    return rows.sort(-1).values.numpy()
+def compared(engine: Engine, turns: Sequence[Turn]) -> SimpleNamespace:
+    """Sample turns one by one and not cached.
 
-
-def count_other(one: np.ndarray, other: np.ndarray) -> int:
-    """Count rows with other experts in a layer; all of them if the numbers of rows differ."""
-    return int((one != other).any((1, 2)).sum()) if one.shape == other.shape else len(one)
+    Returns:
+        rows, differ: captured rows, and those that are not the routers'.
+        late: rows that are not the routers' of the row before.
+        passes: most forward passes over a prompt.
+    """
+    found = SimpleNamespace(rows=0, differ=0, late=0, passes=0)
+    with watched_routers(engine) as chosen:
+        for turn in turns:
+            engine.reset_cache()
+            chosen.clear()
+            (sampled,) = sample(engine, [turn])
+            ids, seen = ids_of(sampled), rows_seen(chosen)
+            found.rows += len(ids)
+            found.differ += count_other(ids, seen)
+            found.late += count_other(np.roll(ids, 1, axis=0), seen)
+            passes = len(next(iter(chosen.values()))) - len(sampled.tokens_T) + 1
+            found.passes = max(found.passes, passes)
+    engine.reset_cache()
+    return found
 
 
 def same(one: Sequence[Sampled], other: Sequence[Sampled]) -> bool:
@@ -270,8 +265,7 @@ def groups(device: Device, *, model: str) -> SimpleNamespace:
         A model whose layers have several groups in the KV cache.
         kinds: kind of each group; the first is not the one whose slots the table has, or it is.
         chosen: kind of the group whose slots the table has.
-        rows, differ: captured rows, and those that are not the routers'.
-        late: rows that are not the routers' of the row before.
+        found: requests one by one, see `compared`.
         others: kind of each other group -> message about routes in its slots.
     """
     half = {"dtype": "bfloat16"}
@@ -284,16 +278,7 @@ def groups(device: Device, *, model: str) -> SimpleNamespace:
     table: Any = routes._table
     runner = table._runner
     kinds = [type(each.kv_cache_spec).__name__ for each in runner.kv_cache_config.kv_cache_groups]
-    rows = differ = late = 0
-    with watched_routers(engine) as chosen:
-        for turn in requests(prompts, count=40):
-            engine.reset_cache()
-            chosen.clear()
-            (found,) = sample(engine, [turn])
-            ids, seen = ids_of(found), rows_seen(chosen)
-            rows += len(ids)
-            differ += count_other(ids, seen)
-            late += count_other(np.roll(ids, 1, axis=0), seen)
+    found = compared(engine, requests(prompts, count=40))
     full, slots, others = table.group, table._slots_N, {}
     for index, kind in enumerate(kinds):
         if index != full:
@@ -302,9 +287,7 @@ def groups(device: Device, *, model: str) -> SimpleNamespace:
             table._slots_N = runner.input_batch.block_table[index].slot_mapping.gpu
             others[kind] = message_of(lambda: complete(engine, prompts[0]), RouteError)
     table.group, table._slots_N = full, slots
-    return SimpleNamespace(
-        kinds=kinds, chosen=kinds[full], rows=rows, differ=differ, late=late, others=others
-    )
+    return SimpleNamespace(kinds=kinds, chosen=kinds[full], found=found, others=others)
 
 
 def complete(engine: Engine, tokens: list[int]) -> None:

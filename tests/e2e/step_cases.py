@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from r3.metrics import mismatch
 from r3.routing import Mode
 from r3.runtime.device import Device
 from r3.sync import State
 from r3.tools import prove_sync
 from tests.engines import World
 from tests.memory import bytes_of
-from tests.policies import one_update
+from tests.policies import figures_of, one_update, read_back
 from tests.tiny import tiny_config
 
 
@@ -44,23 +43,10 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> SimpleNam
     world.residency.move(State.TRAIN)
     batch = world.batch_of(collected, 700)
     policy = world.policy
-    used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
-    hooks = [
-        layer.mlp.router.register_forward_hook(
-            lambda _m, _i, out, number=layer.layer_number - 1: used[number].append(out[1].cpu())
-        )
-        for layer in policy.chunks[0].decoder.layers
-    ]
-    metrics = policy.forward_backward(batch)
-    for hook in hooks:
-        hook.remove()
-    k3 = {}
+    with read_back(policy) as used:
+        metrics = policy.forward_backward(batch)
     modes: tuple[Mode, ...] = ("replay", "live")
-    for mode in modes:
-        scores = policy.score(batch, mode=mode)
-        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
-        part = mismatch(*(torch.cat(column) for column in columns))["k3"]
-        k3[mode] = type(part).reduce([part])
+    k3 = {mode: figures_of(policy.score(batch, mode=mode))["k3"] for mode in modes}
     slots = wrong = 0
     for i, micro_batch in enumerate(batch):
         captured = micro_batch.captured_N

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from r3.assets import TINY_MOE
 from tests.e2e import depth_cases
+from tests.tiny import embedded
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_rope_wrong_beyond_its_context_is_found_by_depth_alone(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(TINY_MOE, model)
-    keys = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2048}
-    (model / "config.json").write_text(json.dumps(keys))
+    model = embedded(tmp_path / "model", max_position_embeddings=2048)
     (found,) = run_world(depth_cases.rope_beyond_the_context, 1, model=str(model))
     assert found.sound["check_depth"].startswith("mean |D| and agreement by position: 0-1k ")
     depth = found.wrong.pop("check_depth")

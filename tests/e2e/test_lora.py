@@ -13,18 +13,17 @@ from safetensors.torch import load_file, save_file
 from r3.assets import TINY_MOE
 from tests.e2e import adapter_cases
 from tests.families import engine_sizes, family_checkpoint
-from tests.runs import interpreter, program, rows_of, run
+from tests.runs import interpreter, program, rows_of, run, words
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
-SETTINGS = {
-    **{"lora.rank": "8", "lora.expert_rank": "4", "lora.targets": ("attention", "experts")},
-    **{"train.lr": "5e-3", "train.steps": "3", "algo.kl_coef": "0.01", "algo.kl_estimator": "k3"},
-    # Every sync compares all weights of the engine with the policy's.
-    "model.base": "int8",
-    **{"debug.prove_sync_every": "1", "eval.max_prompts": "64", "log.tensorboard": "false"},
-}
+# Every sync compares all weights of the engine with the policy's.
+FLAGS = words(
+    "--lora.rank 8 --lora.expert_rank 4 --lora.targets attention experts --train.lr 5e-3 "
+    "--train.steps 3 --algo.kl_coef 0.01 --algo.kl_estimator k3 --model.base int8 "
+    "--debug.prove_sync_every 1 --eval.max_prompts 64 --log.tensorboard false"
+)
 
 
 def in_int8(weight: torch.Tensor, *, down: bool) -> torch.Tensor:
@@ -41,10 +40,7 @@ def in_int8(weight: torch.Tensor, *, down: bool) -> torch.Tensor:
 def test_export_is_base_plus_product(tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "run"
     shutil.copytree(TINY_MOE, model)
-    flags = []
-    for name, value in {**SETTINGS, "model.path": str(model)}.items():
-        flags += [f"--{name}", *([value] if isinstance(value, str) else value)]
-    assert "adapters   " in run(folder, *flags)
+    assert "adapters   " in run(folder, *FLAGS, "--model.path", str(model))
     rows = rows_of(folder)
     assert rows[-1]["eval/heldout/accuracy"] > rows[0]["eval/heldout/accuracy"] + 0.1
     # Rounding of float32; with an adapter that is missing on one side it is 1e-4 and more.

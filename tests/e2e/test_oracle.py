@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from r3.assets import TINY_MOE
 from tests.e2e import oracle_cases
 from tests.families import engine_sizes, family_checkpoint
+from tests.tiny import embedded
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -18,10 +16,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_fault_is_found_by_its_place_and_nothing_else(dtype: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(TINY_MOE, model)
-    keys = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2048}
-    (model / "config.json").write_text(json.dumps(keys))
+    model = embedded(tmp_path / "model", max_position_embeddings=2048)
     (found,) = run_world(oracle_cases.planted, 1, model=str(model), dtype=dtype)
     # Decoded again, not prefilled: the same kernels give the same bits.
     assert (found.again, found.same_routes) == (0.0, True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from r3 import assets
 from tests.e2e import precision_cases as cases
 from tests.runs import rows_of, run, timeless, words
+from tests.tiny import embedded
 from tests.world import run_rows
 
 pytestmark = pytest.mark.e2e
@@ -19,11 +17,7 @@ pytestmark = pytest.mark.e2e
 def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path: Path) -> None:
     # A checkpoint may ask for a float32 head in its own config.json; only model.fp32_head decides,
     # for both sides.
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
-    settings = json.loads((model / "config.json").read_text()) | {"head_dtype": "float32"}
-    (model / "config.json").write_text(json.dumps(settings))
-
+    model = embedded(tmp_path / "model", head_dtype="float32")
     rows = [{"fp32": False}, {"fp32": True}]
     (rounded,), (exact,) = run_rows(cases.head, 1, rows, model=str(model))
     assert (rounded.types, rounded.rounded) == (["torch.bfloat16"], True)

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -18,7 +17,7 @@ from safetensors.numpy import load_file
 from r3.assets import TINY_MOE
 from r3.config import ConfigError, flatten, to_yaml
 from r3.rescore import FIGURES, parse
-from r3.run import RunDir, write_text
+from r3.run import RunDir, read_metrics, write_text
 from r3.tools import TrainedSample, write_rollouts
 from r3.types import Rollout
 from tests.run_folder import rollout
@@ -57,6 +56,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def rescored(run_dir: Path, ranks: int, *flags: str) -> str:
+    """What the program prints, which must end well."""
+    done = torchrun(ranks, "-m", "r3.rescore", str(run_dir), *flags)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
 def rows_of(output: str) -> dict[str, dict[str, float]]:
     """The table that was printed, by its columns."""
     lines = [line.split() for line in output.splitlines()]
@@ -70,8 +76,7 @@ def rows_of(output: str) -> dict[str, dict[str, float]]:
 
 def metrics_of(run_dir: Path, step: int) -> dict[str, float]:
     """The run's own figures of a step, under the table's names."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if row["step"] == step]
+    (row,) = [row for row in read_metrics(run_dir) if row["step"] == step]
     return {name: row[f"mismatch/{name}"] for name in FIGURES[:-1]} | {
         "agreement": row["routing/agreement"]
     }
@@ -79,11 +84,10 @@ def metrics_of(run_dir: Path, step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def one_rank(run_dir: Path) -> dict[str, dict[str, float]]:
-    done = torchrun(1, "-m", "r3.rescore", str(run_dir), "--step", "1", "--parallel.ep", "1")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "layout      1 rank(s): tp 1 ep 1" in done.stdout
-    assert "128 rollouts, " in done.stdout and "by version 0" in done.stdout
-    return rows_of(done.stdout)
+    said = rescored(run_dir, 1, "--step", "1", "--parallel.ep", "1")
+    assert "layout      1 rank(s): tp 1 ep 1" in said
+    assert "128 rollouts, " in said and "by version 0" in said
+    return rows_of(said)
 
 
 def test_dump_scores_as_the_run_scored_it(
@@ -109,11 +113,9 @@ def test_dump_scores_as_the_run_scored_it(
 def test_dump_scores_alike_under_another_layout(
     flags: str, layout: str, run_dir: Path, one_rank: dict[str, dict[str, float]]
 ) -> None:
-    asked = (str(run_dir), "--step", "1", "--parallel.ep", "1", *flags.split())
-    done = torchrun(2, "-m", "r3.rescore", *asked)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert f"layout      2 rank(s): {layout}" in done.stdout
-    found = rows_of(done.stdout)
+    said = rescored(run_dir, 2, "--step", "1", "--parallel.ep", "1", *flags.split())
+    assert f"layout      2 rank(s): {layout}" in said
+    found = rows_of(said)
     for label in ("replay", "live"):
         assert found[label] == pytest.approx(one_rank[label], rel=ROUNDING), label
 
@@ -122,10 +124,8 @@ def test_dump_scores_alike_under_another_layout(
 def test_saved_scores_are_those_of_the_table(
     run_dir: Path, one_rank: dict[str, dict[str, float]]
 ) -> None:
-    done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "1", "--save")
-    assert done.returncode == 0, done.stdout[-4000:]
-    scores = RunDir(run_dir).scores(1)
-    assert f"saved       {scores}" in done.stdout
+    said, scores = rescored(run_dir, 2, "--step", "1", "--save"), RunDir(run_dir).scores(1)
+    assert f"saved       {scores}" in said
     arrays, saved = load_file(scores.with_name("step_000001.safetensors")), load_file(scores)
     sampled = arrays["loss_mask"] > 0
     for label in ("replay", "live"):
@@ -145,10 +145,9 @@ def test_saved_scores_are_those_of_the_table(
 
 @pytest.mark.large
 def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> None:
-    done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "3", "--parallel.ep", "2")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "checkpoints/step_000002" in done.stdout
-    assert rows_of(done.stdout)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=ROUNDING)
+    said = rescored(run_dir, 2, "--step", "3", "--parallel.ep", "2")
+    assert "checkpoints/step_000002" in said
+    assert rows_of(said)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=ROUNDING)
 
 
 def test_what_cannot_be_scored_is_said_at_once(
@@ -192,22 +191,19 @@ def test_engine_decodes_the_dump_again(
     run_dir: Path, one_rank: dict[str, dict[str, float]]
 ) -> None:
     """Also with weights of its own: the run's first ones, then those of three steps later."""
-    asked = ("-m", "r3.rescore", str(run_dir), "--step", "1")
-    done = torchrun(2, *asked, "--parallel.ep", "2", "--engine")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert rows_of(done.stdout)["replay"] == pytest.approx(one_rank["replay"], rel=ROUNDING)
+    said = rescored(run_dir, 2, "--step", "1", "--parallel.ep", "2", "--engine")
+    assert rows_of(said)["replay"] == pytest.approx(one_rank["replay"], rel=ROUNDING)
     line = r"engine now against the dump    mean \|D\| (\S+), same experts in (\S+)%"
-    found = re.search(line, done.stdout)
+    found = re.search(line, said)
     # 0 on the processors before; 3.6e-9 on one with AMX, cause not known: float32 rounding at most.
-    assert found and float(found[1]) < 1e-7 and found[2] == "100.00", done.stdout[-4000:]
-    assert "finding     engine and policy differ by rounding alone" in done.stdout
+    assert found and float(found[1]) < 1e-7 and found[2] == "100.00", said[-4000:]
+    assert "finding     engine and policy differ by rounding alone" in said
     later = run_dir / "later"
     done = torchrun(1, "-m", "r3.export", str(run_dir), "--step", "3", "--to", str(later))
     assert done.returncode == 0, done.stdout[-4000:]
-    done = torchrun(1, *asked, "--parallel.ep", "1", "--engine", str(later))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " tensors of the engine are not the policy's: model.embed_tokens.weight" in done.stdout
-    assert "finding     mean |D| is " in done.stdout
+    said = rescored(run_dir, 1, "--step", "1", "--parallel.ep", "1", "--engine", str(later))
+    assert " tensors of the engine are not the policy's: model.embed_tokens.weight" in said
+    assert "finding     mean |D| is " in said
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets
-from r3.config import EnvConfig
-from r3.envs import Resident, Workflows
 from tests.pages import ROOT
-from tests.rounds import numbered, play_round
+from tests.rounds import play_command
 from tests.tiny import rewards_of
 
 pytestmark = pytest.mark.e2e
@@ -154,14 +149,10 @@ def test_a_model_that_can_write_commands_is_paid(agent: str) -> None:
         python = os.environ.get("R3_PYTHON_WITH_MINISWEAGENT", "")
         if not python:
             pytest.skip("R3_PYTHON_WITH_MINISWEAGENT names no interpreter that has it")
-    settings = EnvConfig(command=f"{python} {FOLDER}/{agent}.py:Agent", timeout_s=120.0)
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     call = json.dumps({"name": "bash", "arguments": {"command": FIX}}) if agent == "agent" else FIX
     said = iter([f"<tool_call>{call}</tool_call>", "Done."])
     columns = {key: value for key, value in row().items() if key not in ("question", "answer")}
-    task = replace(numbered(0), metadata=columns)
-    found, asked = play_round(
-        Workflows(settings, Resident), tokenizer, {0: task}, says=lambda turn: next(said)
-    )
+    command = f"{python} {FOLDER}/{agent}.py:Agent"
+    found, asked = play_command(command, [columns], lambda asked: next(said))
     assert rewards_of(found) == [1.0] and len(asked) == 2
     assert found.rollouts[0].metrics["env/swe_solved"] == 1

@@ -18,7 +18,7 @@ from r3.report import main as report
 from r3.run import read_jsonl
 from r3.tools import read_rollouts
 from r3.types import Rollout
-from tests.runs import rows_of, run
+from tests.runs import rows_of, run, words
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
@@ -35,18 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept.
     """
     folder = tmp_path_factory.mktemp("tools") / "run"
-    flags: dict[str, Any] = {
-        "train.steps": STEPS,
-        "train.lr": 5e-4,
-        "log.rollouts_every": 1,
-        "eval.every": 0,
-    }
-    flags["data.path"] = assets.WORD_PROBLEMS_TRAIN
-    run(
-        folder,
-        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
-        preset="tiny-tools",
-    )
+    flags = words(f"--train.steps {STEPS} --train.lr 5e-4 --log.rollouts_every 1 --eval.every 0")
+    run(folder, *flags, "--data.path", str(assets.WORD_PROBLEMS_TRAIN), preset="tiny-tools")
     return folder
 
 

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from r3.metrics import mismatch
 from r3.policy import Policy
 from r3.routing import Mode
 from r3.runtime.device import Device
 from r3.sync import State
 from r3.types import MicroBatch, Rollout
 from tests.engines import World
-from tests.policies import read_back
+from tests.policies import figures_of, read_back
 from tests.tiny import tiny_config
 
 DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
@@ -51,11 +50,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
     def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> SimpleNamespace:
         with read_back(policy) as maps:
             scores = policy.score(micro_batches, mode=mode)
-        parts = mismatch(
-            *(torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask))
-        )
-        figures = {name: type(part).reduce([part]) for name, part in parts.items()}
-        dose = SimpleNamespace(figures=figures, hits=[])
+        dose = SimpleNamespace(figures=figures_of(scores), hits=[])
         if scores.ledger.counts is None:
             return dose
         wrong = sum(

@@ -25,7 +25,15 @@ from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.sync import WeightStream, export
 from r3.types import MicroBatch
 from tests.families import as_ling, transformers_model
-from tests.policies import batches_of, one_update, policy_of, require_planned, save_checkpoint
+from tests.policies import (
+    batches_of,
+    buffers_of,
+    gathered,
+    one_update,
+    policy_of,
+    require_planned,
+    save_checkpoint,
+)
 from tests.tiny import tiny_config
 
 LENGTHS = (33, 7, 64)
@@ -247,15 +255,8 @@ def gradients_of_routers(policy: Policy, mesh: Mesh) -> dict[str, float]:
 
 def put_gradients_for_weights(policy: Policy, scale: float) -> None:
     """Overwrite the shared buffers with the reduced gradients, scaled."""
-    for chunk in policy.wrapped:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                parts = [torch.empty_like(part) for _ in range(group.size())]
-                dist.all_gather(parts, part, group=group)
-                whole = torch.cat(parts) * scale
-                buffer.param_data[bucket.offset : bucket.offset + len(whole)].copy_(whole)
+    for buffer in buffers_of(policy):
+        buffer.param_data.copy_(gathered(buffer) * scale)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()
 

@@ -155,11 +155,7 @@ def _require_known_shapes(policy: Policy, batch: Batch) -> None:
         with Messages() as counter:
             metrics = policy.forward_backward(batch)
         messages.append(counter.count)
-        gradients = [
-            buffer.grad_data.clone()
-            for chunk in policy.wrapped
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        gradients = [buffer.clone() for buffer in policy.memory.gradient_buffers()]
         results.append((metrics.get("loss/total"), gradients))
     extras.stages().KnownShapes = KnownShapes
     (loss, gradients), (other_loss, others) = results

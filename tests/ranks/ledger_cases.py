@@ -16,9 +16,9 @@ from r3.routing import LedgerError, Replay, reconcile
 from r3.runtime.device import Device
 from r3.sync import PackingSpec, Received, distribute
 from r3.sync import rollouts as exchange
-from r3.types import Rollout, RouteError, Sample
+from r3.types import Rollout, RouteError
 from tests.errors import message_of
-from tests.policies import LENGTHS, build
+from tests.policies import LENGTHS, build, samples_of
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched, rows_lost, samples_swapped, with_routes
 
@@ -48,11 +48,7 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
     partial[4] = _without(rollouts[4], range(len(rollouts[4].routed_experts)))
 
     def dealt(step: Sequence[Rollout], **arguments: Any) -> Any:
-        mine = [
-            Sample(rollout=rollout)
-            for rollout in step
-            if rollout.group % mesh.world.size == mesh.world.rank
-        ]
+        mine = samples_of(mesh, step)
         asked: dict[str, Any] = {
             "num_updates": 2,
             "micro_batch_tokens": 96,

@@ -16,7 +16,15 @@ from r3.layers import local_tokens, router_rows
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.errors import message_of
-from tests.policies import LENGTHS, batches_of, build, one_update, padded_backward, padded_rows
+from tests.policies import (
+    LENGTHS,
+    batches_of,
+    build,
+    one_update,
+    padded_backward,
+    padded_rows,
+    read_back,
+)
 from tests.tiny import random_rollouts, tiny_config
 
 
@@ -81,19 +89,11 @@ def routes_used(
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     layers = policy.replay.layers
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=layers)
-    used: dict[int, list[torch.Tensor]] = {}
-    for chunk in policy.chunks:
-        for layer in chunk.decoder.layers:
-            number = layer.layer_number - 1
-            if number in layers:
-                used[number] = []
-                layer.mlp.router.register_forward_hook(
-                    lambda _m, _i, out, n=number: used[n].append(out[1])
-                )
-    if padded:
-        padded_backward(policy, batch)
-    else:
-        policy.score(batch, mode="replay")
+    with read_back(policy) as used:
+        if padded:
+            padded_backward(policy, batch)
+        else:
+            policy.score(batch, mode="replay")
     slots = wrong = 0
     seen: list[tuple[int, int, int, list[int]]] = []
     for i, micro_batch in enumerate(batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from r3.metrics import Mean
 from r3.routing import RouterTap, attach_replay, routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
+from tests.errors import message_of
 from tests.ranks.oracle_cases import (
     against_oracle,
     layer_in,
@@ -291,11 +293,8 @@ def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
     said: dict[str, str] = {}
 
     def attach(name: str, moe_layers: Sequence[int] = (1, 2)) -> None:
-        try:
-            attach_replay([chunk], moe_layers, mesh.pp)
-            said[name] = "nothing was raised"
-        except AssertionError as error:
-            said[name] = str(error)
+        action = partial(attach_replay, [chunk], moe_layers, mesh.pp)
+        said[name] = message_of(action, AssertionError)
 
     for name, value in {
         "moe_router_fusion": True,
@@ -311,7 +310,7 @@ def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
     }.items():
         plain = getattr(config, name)
         setattr(config, name, value)
-        attach(name)
+        attach(f"{name} = {value!r}")
         setattr(config, name, plain)
     attach("a router in a dense layer", (2,))
     attach("a layer without a router", (1, 2, 5))

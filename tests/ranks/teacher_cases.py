@@ -17,8 +17,8 @@ from r3.layers import local_tokens
 from r3.policy import Passes, Policy, policy_loss
 from r3.runtime.device import Device
 from r3.sync import PackingSpec, distribute
-from r3.types import Batch, Rollout, Sample
-from tests.policies import LENGTHS, batches_of, build, one_update, train_step
+from r3.types import Batch, Rollout
+from tests.policies import LENGTHS, batches_of, build, one_update, samples_of, train_step
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -60,13 +60,8 @@ def taught(
         replace(rollout, prompt_id=f"{SOURCES[index % 2]}:{index}")
         for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
     ]
-    mine = [
-        Sample(rollout=rollout)
-        for rollout in rollouts
-        if rollout.group % mesh.world.size == mesh.world.rank
-    ]
     spec = PackingSpec(micro_batch_tokens=128, on_missing="live", layers=policy.replay.layers)
-    (batch,), _ = distribute(mine, mesh, policy.shape, spec)
+    (batch,), _ = distribute(samples_of(mesh, rollouts), mesh, policy.shape, spec)
     batch = with_advantages(batch, 0.3 * torch.arange(len(rollouts)))
     scored = policy.teachers.logprobs(batch)
     alone = mesh.world.size == 1
