@@ -134,7 +134,7 @@ def kinds(
 ) -> dict[str, SimpleNamespace]:
     """Sample the same round with scorers of every kind; with `url` by the judge behind it only.
 
-    `single` are rewards of the reward model one by one, or of the policy as a judge, asked alone.
+    `single` are rewards of the policy as a judge, asked alone.
     """
     engine = talker(device)
     found: dict[str, SimpleNamespace] = {}
@@ -172,11 +172,6 @@ def kinds(
     model = RewardModel(settings)
     model.wake(device)
     run("model", settings, model=model)
-    prompts = engine.task.prompts.prompts
-    found["model"].single = {
-        name: model.score(response, prompts[int(name.partition("/")[0])])
-        for name, response in found["model"].responses.items()
-    }
     own = replace(judge, function=("self_judge",), no_verdict=-1.0)
     run("self", own)
     found["self"].single = asked_alone(engine, own, found["self"].responses)

@@ -15,6 +15,20 @@ from r3.types import Rollout, RouteError
 from tests.talkers import CHATTY, Talker, Yardstick, values
 from tests.tiny import rewards_of, tiny_config
 
+# Settings of the environment; a path is a class in `CHATTY`.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chatty": {"path": "Chatty"},
+    "tool in workers": {"path": "Tool", "workers": 1},
+    "calls": {"path": "Calls", "max_turns": 5},
+    "stop strings": {"path": "Stops", "stop": ("+",)},
+    "cut turns": {"path": "Chatty", "max_turn_tokens": 3},
+    "little room": {"path": "Chatty", "max_tokens": 40},
+    "few turns": {"path": "Chatty", "max_turns": 2},
+    "game": {"name": "guess_number", "max_turn_tokens": 12},
+    "calculator": {"name": "calculator"},
+}
+
 
 def facts(rollout: Rollout, decode: Callable[[Any], str]) -> SimpleNamespace:
     """Return what the tests compare of one rollout.
@@ -50,7 +64,6 @@ def talks(
     device: Device,
     *,
     folder: str,
-    engine_tp: int = 1,
     kinds: Sequence[str] = (),
     prompts: int = 8,
     is_compared: bool = True,
@@ -67,13 +80,11 @@ def talks(
     Returns:
         Rounds by kind, and the results of right and wrong rows in a later turn.
         stopped: last token and finish reason where only a stop string ends a turn.
-        One round; `agreement` is None on ranks that do not lead an engine.
     """
-    file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
+    file = Path(folder) / f"chatty_{device.rank}_{device.world_size}.py"
     file.write_text(CHATTY)
     config = tiny_config(
         Path(folder) / "base",
-        parallel={"engine_tp": engine_tp, "tp": engine_tp},
         engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
         rollout={"max_response_tokens": 120},
     )
@@ -82,20 +93,11 @@ def talks(
     few = talker.task.prompts.prompts[:prompts]
     talks: dict[str, SimpleNamespace] = {}
     messages: dict[str, str] = {}
-    rounds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "chatty": {"path": f"{file}:Chatty"},
-        "tool in workers": {"path": f"{file}:Tool", "workers": 1},
-        "calls": {"path": f"{file}:Calls", "max_turns": 5},
-        "stop strings": {"path": f"{file}:Stops", "stop": ("+",)},
-        "cut turns": {"path": f"{file}:Chatty", "max_turn_tokens": 3},
-        "little room": {"path": f"{file}:Chatty", "max_tokens": 40},
-        "few turns": {"path": f"{file}:Chatty", "max_turns": 2},
-        "game": {"name": "guess_number", "max_turn_tokens": 12},
-        "calculator": {"name": "calculator"},
-    }
-    for kind in kinds or rounds:
-        collected = talker.collect(prompts=few, **rounds[kind])
+    for kind in kinds or KINDS:
+        env = dict(KINDS[kind])
+        if "path" in env:
+            env["path"] = f"{file}:{env['path']}"
+        collected = talker.collect(prompts=few, **env)
         rollouts = collected.rollouts
         talks[kind] = SimpleNamespace(
             rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],

@@ -28,22 +28,36 @@ def small():
     })
 """
 
+BRIEF = """
+def brief(response, prompt):
+    return 1 / (1 + len(response))
+"""
+
 PROGRAM = """
+import asyncio
+
+from brief import brief
 from r3 import RunError, train
 from r3.config import ConfigError
 
-first = train("my_presets.py:small", {"log.dir": "alone"})
+ALONE = {"log": {"dir": "alone"}, "reward.function": brief}  # sections and full names together
+
+
+async def main():
+    return train("my_presets.py:small", ALONE)
+
+first = asyncio.run(main())  # as in a notebook, whose cells run in an event loop
 assert [row["step"] for row in first.metrics] == [1], first
 assert list(first.export.glob("*.safetensors"))
-again = train("my_presets.py:small", {"log.dir": "alone"})  # finished: returns at once
+again = train("my_presets.py:small", ALONE)  # finished: returns at once
 assert again == first
-longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
+longer = train("my_presets.py:small", {**ALONE, "train.steps": 2, "log.show_every": 0})
 assert [row["step"] for row in longer.metrics] == [1, 2]
 
 broken = {"reward.function": "broken.py:broken", "reward.on_error": "stop", "log.dir": "broken"}
-for settings in ({"rollout.group_size": 4}, broken):
+for settings in ({**ALONE, "rollout.group_size": 4}, broken):
     try:
-        train("my_presets.py:small", {"log.dir": "alone", **settings})
+        train("my_presets.py:small", settings)
     except (ConfigError, RunError) as error:
         print("RAISED", type(error).__name__, error)
 """
@@ -105,6 +119,7 @@ def said_by(folder: Path, *words: object, python: str = "") -> str:
 
 def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
+    (tmp_path / "brief.py").write_text(BRIEF)
     # It passes the trial before the run, where it is called once.
     broken = "calls = []\n\ndef broken(response, prompt):\n    calls.append(1)\n"
     (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (len(calls) < 2)\n")

@@ -53,26 +53,10 @@ def rows(*answers: object) -> str:
     return "\n".join(map(json.dumps, lines)) + "\n"
 
 
-GENERATE = """\
-import sys
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": "Tom has 3 eggs. He finds 4. How many eggs are left?"}]
-inputs = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-print("GENERATED", output.shape[1] - inputs["input_ids"].shape[1])
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.large
 def test_own_rows_rewards_and_settings(desk: Desk) -> None:
-    """Trained, evaluated from checkpoint and export, and the export speaks in transformers."""
+    """Trained, and evaluated from checkpoint and export."""
     desk.write(
         rows_jsonl=rows(*range(5, 13)),
         rewards_py=(
@@ -91,7 +75,6 @@ def test_own_rows_rewards_and_settings(desk: Desk) -> None:
             "train: {steps: 1}\n"
             "eval: {path: ''}\n"
         ),
-        generate_py=GENERATE,
     )
     said = desk.type("../clone/launch/local.sh settings/mine.yaml")
     assert "settings   settings/mine.yaml, from tiny with" in said
@@ -105,39 +88,6 @@ def test_own_rows_rewards_and_settings(desk: Desk) -> None:
         f"--reward.function exact {evaluation} --log.dir runs/export"
     )
     assert "accuracy" in said
-    said = desk.type("../clone/.venv/bin/python generate.py runs/mine/hf/step_000001")
-    assert "GENERATED" in said
-
-
-BRIEF = """\
-def brief(response, prompt):
-    return 1 / (1 + len(response))
-"""
-SCRIPT = """\
-import asyncio
-
-from mine import brief
-from r3 import train
-
-SETTINGS = {"parallel": {"ep": 1}, "train.steps": 1, "eval.path": (), "rollout.prompts_per_step": 4}
-
-
-async def main():
-    return train("tiny", {**SETTINGS, "log.dir": "loop", "reward.function": brief})
-
-
-if __name__ == "__main__":
-    print("LOOP", asyncio.run(main()).metrics[-1]["step"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.large
-def test_a_script_and_a_running_event_loop(desk: Desk) -> None:
-    """A function object as reward, sections and full names together."""
-    desk.write(script_py=SCRIPT, mine_py=BRIEF)
-    assert "LOOP 1" in desk.type("../clone/.venv/bin/python script.py")
-    assert [row["step"] for row in rows_of(desk.folder / "loop")] == [1]
 
 
 @pytest.mark.slow

@@ -1,16 +1,15 @@
-"""An engine that loses routes, in a run from its command line: refused by default, counted under
-replay.on_missing=live.
+"""An engine that loses routes, in a run from its command line: counted with replay.on_missing=live,
+and an error below replay.min_coverage.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.runs import torchrun, words
+from tests.runs import rows_of, torchrun, words
 from tests.tiny import FEW_ROWS
 
 pytestmark = pytest.mark.e2e
@@ -32,31 +31,22 @@ train.main()
 """
 
 
-def run(folder: Path, *flags: str) -> tuple[int, str]:
-    driver = folder / "losing.py"
-    driver.write_text(DRIVER)
-    shared = (
-        "--log.dir",
-        str(folder / "run"),
-        *words("--train.steps 2 --eval.path '' --checkpoint.export false"),
-    )
-    # The proof of the sync generates too: four answers, before the step's.
-    done = torchrun(2, str(driver), "tiny-smoke", "--data.path", FEW_ROWS, *shared, *flags)
-    return done.returncode, done.stdout
-
-
 def test_missing_routes_are_counted_by_cause(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
-    assert code != 0
+    driver, folder = tmp_path / "losing.py", tmp_path / "run"
+    driver.write_text(DRIVER)
+    flags = words("--train.steps 2 --eval.path '' --checkpoint.export false")
+    flags += words("--replay.on_missing live --replay.min_coverage 0.9")
+    given = ("--data.path", FEW_ROWS, "--log.dir", str(folder), *flags)
+    # The proof of the sync generates too: four answers, before the step's.
+    done = torchrun(2, str(driver), "tiny-smoke", *given)
+    assert done.returncode != 0
     stopped = (
         r"RouteError on rank \d: only \d\.\d+% of the step's \d+ rows of routes were captured, "
         r"replay.min_coverage"
     )
-    assert re.search(stopped, said), said[-4000:]
+    assert re.search(stopped, done.stdout), done.stdout[-4000:]
     # The first step passed, and its row says what it lost; the second has none.
-    (row,) = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    (row,) = rows_of(folder)
     missing = row["routing/rows_missing_rollout"]
     # Two whole rollouts on each of two engines: prompts alone have more than ten tokens.
     assert missing > 4 * 10
@@ -72,14 +62,3 @@ def test_missing_routes_are_counted_by_cause(tmp_path: Path) -> None:
     assert row["routing/rows_replayed"] == row["routing/rows_captured"]
     assert row["routing/rows_live"] == row["routing/rows_last_token"] + missing == 128 + missing
     assert row["mismatch/abs_max"] <= 1e-4  # float32: the router chooses live what the engine chose
-
-
-def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
-    code, said = run(tmp_path)
-    assert code != 0
-    refused = (
-        r"RouteError on rank \d: rollout word_problems_train.jsonl\[:512\]:\d+/\d of step 0: "
-        r"the engine returned no routes for positions"
-    )
-    assert re.search(refused + r" 0\.\.\d+ in all 4 MoE layers", said), said[-4000:]
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -18,8 +18,8 @@ import pytest
 from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
-from tests.families import CLASSIFIER_TOLERANCE, classifier
-from tests.runs import rows_of, run
+from tests.families import classifier
+from tests.runs import dumped, rows_of, run, words
 from tests.warm import interpreter
 from tests.world import ROOT, run_world
 
@@ -43,24 +43,11 @@ def picky(response, prompt):
 def vllm_server() -> Iterator[str]:
     """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
     port = free_port()
-    command = [
-        interpreter(),
-        "-m",
-        "tests.vllm_server",
-        "--model",
-        str(assets.TINY_MOE),
-    ]
-    command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
-    command += [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "16",
-        "--enforce-eager",
-    ]
-    command += ["--kv-cache-memory-bytes", str(2**25)]
+    flags = words(
+        f"--model {assets.TINY_MOE} --served-model-name grader --host 127.0.0.1 --port {port} "
+        "--dtype float32 --max-model-len 512 --max-num-seqs 16 --enforce-eager "
+        f"--kv-cache-memory-bytes {2**25}"
+    )
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -69,7 +56,7 @@ def vllm_server() -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     process = subprocess.Popen(
-        command,
+        [interpreter(), "-m", "tests.vllm_server", *flags],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -137,12 +124,6 @@ def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, SimpleN
         assert rounds[name].judged == 32
         overlap, seconds = rounds[name].overlap, rounds[name].seconds
         assert overlap >= 1, f"{name}: {overlap} of 32, in a round of {seconds:.1f} s"
-
-
-def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, SimpleNamespace]) -> None:
-    model = rounds["model"]
-    worst = max(abs(model.rewards[name] - model.single[name]) for name in model.rewards)
-    assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
 
 
 @pytest.mark.slow
@@ -215,12 +196,11 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
     assert row["reward/mean"] == pytest.approx(total, abs=1e-9)
     assert row["reward/calls"] > 0 and row["reward/errors"] == row["reward/dropped"] == 0
     assert row["time/judge_mean_s"] >= 0.02  # it sleeps so long
-    dump = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    for rollout in map(json.loads, dump):
+    for rollout in dumped(tmp_path / "run"):
         parts = rollout["rewards"]
         assert list(parts) == list(names) and parts["slow"] == len(rollout["response"])
         assert (
             rollout["reward"] == 1.0 * parts["gsm8k"] + -0.01 * parts["slow"] + 0.1 * parts["model"]
         )
-    samples = (tmp_path / "run" / "eval" / "step_000001.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["rewards"].keys() == {"gsm8k"} for line in samples)
+    samples = dumped(tmp_path / "run", kind="eval")
+    assert all(each["rewards"].keys() == {"gsm8k"} for each in samples)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,9 @@ from r3 import assets
 from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.e2e import workflow_cases
-from tests.runs import rows_of, run, words
+from tests.runs import dumped, rows_of, run, words
+from tests.talkers import require_agreement
+from tests.tiny import embedded
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -33,12 +33,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 @pytest.mark.parametrize("kind", ["talks", "branching", "reasoning"])
 def test_every_sequence_equals_transformers(facts: Facts, kind: str) -> None:
-    agreement = facts[kind].agreement
-    assert agreement is not None and agreement.slots > 500
-    # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a
-    # shift flips most.
-    assert agreement.wrong <= agreement.slots / 5000
-    assert agreement.worst <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
+    require_agreement(facts[kind].agreement)
     assert facts[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
@@ -106,53 +101,18 @@ def test_a_client_of_tokens_gets_the_routes_that_are_trained_on(facts: Facts) ->
 
 
 @pytest.mark.large
-def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
-    """Of a quarter of the prompts."""
-    kinds = ("environment", "talks", "command", "branching", "judged", "reasoning", "drop")
-    left, right = run_world(
-        workflow_cases.episodes,
-        2,
-        folder=str(tmp_path),
-        kinds=kinds,
-        prompts=2,
-        is_compared=False,
-        timeout_s=400.0,
-    )
-    for kind in kinds:
-        mine, theirs = _by_name(left[kind]), _by_name(right[kind])
-        assert mine and theirs and mine.keys().isdisjoint(theirs), kind
-        whole = _by_name(facts[kind])
-        prompts = {_prompt(name) for name in (*mine, *theirs)}
-        expected = {name: each for name, each in whole.items() if _prompt(name) in prompts}
-        assert mine | theirs == expected, kind
-        # Two of sixteen episodes fail where some do.
-        assert len(prompts) == (14 if kind == "drop" else 2), kind
-
-
-def _prompt(name: str) -> str:
-    """The prompt of a sequence."""
-    return name.rsplit("/", 2)[0]
-
-
-def _by_name(found: SimpleNamespace) -> dict[str, tuple[str, float]]:
-    """What was sampled and its reward, by sequence."""
-    return dict(zip(found.names, zip(found.signatures, found.rewards, strict=True), strict=True))
-
-
-@pytest.mark.large
 def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
     first, second = run_world(
         workflow_cases.episodes,
         2,
         folder=str(tmp_path),
         engine_tp=2,
-        kinds=("branching", "judged"),
+        kinds=("talks", "branching", "judged"),
         prompts=4,
         timeout_s=400.0,
     )
-    agreement = first["branching"].agreement
-    assert agreement is not None and agreement.worst <= 1e-4  # as above
-    assert agreement.wrong <= agreement.slots / 5000
+    for kind in ("talks", "branching"):
+        require_agreement(first[kind].agreement)
     assert second["branching"].names == [] and len(first["branching"].names) == 40
     assert len(set(first["judged"].rewards)) > 2
 
@@ -160,8 +120,7 @@ def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
 @pytest.mark.large
 @pytest.mark.parametrize("rewards", ["episode", "calls"])
 def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(assets.TINY_MOE, model)
+    model = embedded(tmp_path / "model")
     (model / "chat_template.jinja").write_text(workflow_cases.REASONING)
     file = tmp_path / "agent.py"
     file.write_text(AGENT)
@@ -186,6 +145,7 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
     for row in rows:
         assert row["env/sequences_mean"] == 3 and row["env/continued_frac"] == 0
         assert row["env/turns_mean"] == 4, "the call without training counts too"
+        assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
         # The policy scores its own last message; its replies are in no sequence.
         assert ("reward/self_judge/mean" in row) == (rewards == "episode")
         assert row.get("reward/no_verdict_frac", 0.0) < 1
@@ -198,8 +158,8 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         # policy's, 1e-4 apart as above; a teacher that saw another text differs by units.
         assert rows[0]["loss/kl_teacher"] == pytest.approx(_kl(read_rollouts(dump)[0]), abs=1e-3)
     by_episode: dict[tuple[int, int], list[float]] = {}
-    for line in map(json.loads, dump.read_text().splitlines()):
-        by_episode.setdefault((line["group"], line["sample_index"]), []).append(line["advantage"])
+    for each in dumped(tmp_path / "run"):
+        by_episode.setdefault((each["group"], each["sample_index"]), []).append(each["advantage"])
     assert {len(advantages) for advantages in by_episode.values()} == {3}
     several = any(len(set(advantages)) > 1 for advantages in by_episode.values())
     assert several == (rewards == "calls")

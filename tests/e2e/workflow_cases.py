@@ -214,7 +214,6 @@ def episodes(
     engine_tp: int = 1,
     kinds: Sequence[str] = (),
     prompts: int = 8,
-    is_compared: bool = True,
 ) -> dict[str, SimpleNamespace]:
     """Sample kinds of episodes, by kind.
 
@@ -222,7 +221,6 @@ def episodes(
         kinds: which; none: all.
         prompts: prompts of a kind, two samples each. The kinds with trouble have four times as
             many, and at least 16, one sample each.
-        is_compared: compare each sequence with transformers.
 
     Returns:
         One round of a workflow.
@@ -241,7 +239,7 @@ def episodes(
     )
     talker = Talker(device, config)
     tokenizer = talker.task.tokenizer
-    yardstick = Yardstick(config.model.path) if is_compared else None
+    yardstick = Yardstick(config.model.path)
     many = talker.task.prompts.prompts[: max(4 * prompts, 16)]
     text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks").replace("(Chatty)", "(Talks)")
     for name, index in (("crash", 5), ("hang", 9), ("slow", 11)):
@@ -260,7 +258,7 @@ def episodes(
             rewards=rewards_of(collected),
             metrics=values(collected.metrics),
             routes_sent=sum(_sent(file.parent, each) for each in rollouts),
-            agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
+            agreement=yardstick.compare(rollouts) if rollouts else None,
         )
 
     alone: dict[str, Any] = {"prompts": many, "samples": 1, "timeout_s": 6.0}
