@@ -2,8 +2,10 @@
 
 import os
 import pkgutil
+import shutil
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,11 @@ def tokenizer() -> Any:
     from r3 import assets
 
     return AutoTokenizer.from_pretrained(assets.TINY_MOE)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded model."""
+    from r3 import assets
+
+    return Path(shutil.copytree(assets.TINY_MOE, tmp_path / "model"))

@@ -27,3 +27,15 @@ def collect(environments: Environments, count: int) -> dict[int, Done]:
         assert time.monotonic() < until
         replies |= {cast("int", reply.key): reply for reply in environments.poll(0.5)}
     return replies
+
+
+def opened(environments: Environments, row: Prompt | None = None) -> Done:
+    """Open a conversation, number 0; what its environment says."""
+    environments.open(0, row or prompt())
+    return collect(environments, 1)[0]
+
+
+def answered(environments: Environments, text: str) -> Done:
+    """Send a message of conversation 0; what its environment says."""
+    environments.send(0, said(text))
+    return collect(environments, 1)[0]

@@ -8,6 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3.runtime.device import Device
+
+CPU = Device(
+    torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
+)
+"""A run's only rank."""
+
 
 def peak_bytes(work: Callable[[], Any]) -> int:
     """Most bytes that `work` had allocated at one time, beyond what was there before: torch's own

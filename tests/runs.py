@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -97,6 +98,14 @@ def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return output
+
+
+def soon(condition: Callable[[], object], within_s: float = 20.0) -> bool:
+    """Wait until a condition holds; whether it does in time."""
+    until = time.monotonic() + within_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(condition())
 
 
 def words(flags: str) -> tuple[str, ...]:

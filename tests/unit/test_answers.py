@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets, extras
+from r3 import extras
 from r3.config import RewardConfig
 from r3.data import Columns, load_prompts, read_rows
 from r3.rewards import CallError, Score, exact, gsm8k
@@ -95,8 +94,7 @@ def test_answers_become_texts(tmp_path: Path, written: Any, answers: tuple[str, 
     assert row.answers == answers and not problems
 
 
-def test_prompts_have_all_answers(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+def test_prompts_have_all_answers(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path, json.dumps({"question": "?", "answer": ["7", 8]}))
     (prompt,) = load_prompts(path, tokenizer, columns=Columns(), max_prompt_tokens=100).prompts
     assert (prompt.answer, prompt.answers, prompt.accepted) == ("7", ("7", "8"), ("7", "8"))

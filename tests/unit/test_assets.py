@@ -2,14 +2,12 @@
 on.
 """
 
-import importlib.util
 import json
 import random
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,8 +24,11 @@ from r3.assets import (
 from r3.assets.word_problems import Row, evaluation_rows, final_answer, make_problem, training_rows
 from r3.envs import Calculator
 from r3.models.shape import ModelShape
+from tools import make_tiny_model
 
 MEGABYTE = 1_000_000
+# The two models that answer in one turn.
+SINGLE_TURN = pytest.mark.parametrize("path", [TINY_MOE, TINY_MOE_TIES], ids=["decided", "ties"])
 
 
 def read(path: Path) -> list[Row]:
@@ -35,35 +36,8 @@ def read(path: Path) -> list[Row]:
 
 
 @cache
-def load_tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "make_tiny_model.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def ties() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY_MOE_TIES, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module", params=["model", "ties"], ids=["decided", "ties"])
-def single_turn(request: pytest.FixtureRequest) -> Any:
-    """Each of the two models that answer in one turn."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="module")
-def calling() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY_MOE_TOOLS, dtype=torch.float32).eval()
+def model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -104,7 +78,7 @@ def test_questions_are_distinct_and_no_arithmetic_is_trained_and_evaluated() -> 
 @pytest.mark.parametrize("kind", ["Stream", "ToolStream"])
 def test_pretraining_never_shows_arithmetic_of_the_evaluation(tokenizer: Any, kind: str) -> None:
     held_out = {row["answer"] for row in read(WORD_PROBLEMS_EVAL)}
-    stream = getattr(load_tool(), kind)(tokenizer, seed=0)
+    stream = getattr(make_tiny_model, kind)(tokenizer, seed=0)
     assert not any(next(stream.problems)["answer"] in held_out for _ in range(12_000))
     # The check has teeth: problems drawn without the exclusion do hit the evaluation set.
     rng = random.Random(0)
@@ -157,13 +131,13 @@ def test_the_models_differ_in_their_weights_alone(other: Path) -> None:
     assert (other / "model.safetensors").stat().st_size < 2.5 * MEGABYTE
 
 
-def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
-    config = model.config
+def test_shape_divides_for_every_parallel_axis() -> None:
+    config = model(TINY_MOE).config
     assert config.model_type == "qwen3_moe"
     assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
     assert sizes == (4, 2, 512)
-    assert model.num_parameters() == 1_119_616
+    assert model(TINY_MOE).num_parameters() == 1_119_616
 
 
 def test_the_tokenizer_has_numbers_as_tokens_and_every_text(tokenizer: Any) -> None:
@@ -180,7 +154,8 @@ def test_the_tokenizer_has_numbers_as_tokens_and_every_text(tokenizer: Any) -> N
 # ---- what the model does
 
 
-def test_greedy_answers_come_at_once_and_are_mostly_wrong(single_turn: Any, tokenizer: Any) -> None:
+@SINGLE_TURN
+def test_greedy_answers_come_at_once_and_are_mostly_wrong(path: Path, tokenizer: Any) -> None:
     """The starting point of the learning curve: well above chance (one in thirty), with most still
     to gain.
 
@@ -191,15 +166,14 @@ def test_greedy_answers_come_at_once_and_are_mostly_wrong(single_turn: Any, toke
     on 256 questions, and 64 of them add a standard error of 0.06.
     """
     rows = read(WORD_PROBLEMS_EVAL)[:64]
-    responses = respond(single_turn, tokenizer, rows, do_sample=False)
+    responses = respond(model(path), tokenizer, rows, do_sample=False)
     assert sum(map(len, responses)) / len(rows) < 5  # `#### n` and the end token are four
-    right = sum(
-        is_right(tokenizer.decode(ids), row) for ids, row in zip(responses, rows, strict=True)
-    )
+    right = sum(map(is_right, map(tokenizer.decode, responses), rows))
     assert 0.10 <= right / len(rows) <= 0.50
 
 
-def test_sampled_answers_with_steps_are_mostly_right(single_turn: Any, tokenizer: Any) -> None:
+@SINGLE_TURN
+def test_sampled_answers_with_steps_are_mostly_right(path: Path, tokenizer: Any) -> None:
     """What reinforcement learning has to find.
 
     On 1024 problems 0.23 of the answers of tiny-moe show steps, and of those 0.94 are right; the
@@ -208,10 +182,8 @@ def test_sampled_answers_with_steps_are_mostly_right(single_turn: Any, tokenizer
     """
     rows = read(WORD_PROBLEMS_EVAL)
     torch.manual_seed(0)
-    responses = respond(
-        single_turn, tokenizer, rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
-    )
-    texts = [tokenizer.decode(ids) for ids in responses]
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    texts = map(tokenizer.decode, respond(model(path), tokenizer, rows, **how))
     worked = [(text, row) for text, row in zip(texts, rows, strict=True) if "=" in text]
     assert 0.15 <= len(worked) / len(rows) <= 0.31
     assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.84
@@ -225,30 +197,25 @@ def worked(row: Row) -> list[dict[str, str]]:
 
 @torch.no_grad()
 def router_logits(
-    model: Any, tokenizer: Any, chat_of: Callable[[Row], Any] = worked, **how: Any
+    path: Path, tokenizer: Any, chat_of: Callable[[Row], Any] = worked, **how: Any
 ) -> list[torch.Tensor]:
     """Router logits of every token of 64 conversations, `[tokens, experts]` per layer."""
     chats = [chat_of(row) for row in read(WORD_PROBLEMS_EVAL)[:64]]
     how |= {"padding": True, "return_tensors": "pt", "return_dict": True}
     batch = tokenizer.apply_chat_template(chats, **how)
-    output = model(**batch, output_router_logits=True, use_cache=False)
+    output = model(path)(**batch, output_router_logits=True, use_cache=False)
     real = batch["attention_mask"].flatten().bool()
     return [logits[real] for logits in output.router_logits]
 
 
-def check_load(layers: list[torch.Tensor]) -> None:
+@pytest.mark.parametrize("path", [TINY_MOE, TINY_MOE_TIES, TINY_MOE_TOOLS], ids=lambda x: x.name)
+def test_every_expert_of_every_layer_is_used(path: Path, tokenizer: Any) -> None:
     """Routing replay is tested on these models: a dead expert would hide errors."""
-    for logits in layers:
+    calls = path == TINY_MOE_TOOLS
+    how: Any = {"chat_of": with_calls, "tools": list(Calculator.tools)} if calls else {}
+    for logits in router_logits(path, tokenizer, **how):
         load = logits.topk(2, -1).indices.flatten().bincount(minlength=8) / (2 * len(logits))
         assert load.min() > 0.05 and load.max() < 0.25
-
-
-def test_every_expert_of_every_layer_is_used(single_turn: Any, tokenizer: Any) -> None:
-    check_load(router_logits(single_turn, tokenizer))
-
-
-def test_every_expert_of_the_model_that_calls_is_used(calling: Any, tokenizer: Any) -> None:
-    check_load(router_logits(calling, tokenizer, with_calls, tools=list(Calculator.tools)))
 
 
 # ---- the model with near ties
@@ -260,20 +227,20 @@ def tied(logits: torch.Tensor) -> float:
     return float((ranked[:, 1] == ranked[:, 2]).float().mean())
 
 
-def test_bfloat16_cannot_tell_which_expert_is_second(model: Any, ties: Any, tokenizer: Any) -> None:
+def test_bfloat16_cannot_tell_which_expert_is_second(tokenizer: Any) -> None:
     """Measured per layer: 0.71 to 0.81 of the tokens, against 0.001 to 0.005 with decided routers.
 
     The bounds leave room for a rebuild: a twice wider spread of the logits would tie about half as
     often.
     """
-    assert all(tied(logits) > 0.35 for logits in router_logits(ties, tokenizer))
-    assert all(tied(logits) < 0.02 for logits in router_logits(model, tokenizer))
+    assert all(tied(logits) > 0.35 for logits in router_logits(TINY_MOE_TIES, tokenizer))
+    assert all(tied(logits) < 0.02 for logits in router_logits(TINY_MOE, tokenizer))
 
 
 def test_the_tool_makes_the_same_model_of_another_family(tokenizer: Any) -> None:
     """Every part of GLM that Qwen3-MoE lacks is in it; `benchmarks/results` has its curve."""
-    tool = load_tool()
-    small, glm = (tool.build_model(tokenizer, family) for family in ("qwen3_moe", "glm4_moe"))
+    families = ("qwen3_moe", "glm4_moe")
+    small, glm = (make_tiny_model.build_model(tokenizer, family) for family in families)
     assert abs(glm.num_parameters() / small.num_parameters() - 1) < 0.05
     shape = ModelShape.from_hf(glm.config.to_dict() | {"architectures": ["Glm4MoeForCausalLM"]})
     assert shape.moe_layers == (1, 2, 3) and shape.shared_ffn_size == 64
@@ -298,19 +265,20 @@ def with_calls(row: Row) -> list[dict[str, str]]:
     return messages
 
 
-def test_padding_has_a_vector(calling: Any) -> None:
+def test_padding_has_a_vector() -> None:
     """At exactly zero RMSNorm's gradient is 1/sqrt(eps), a thousand: a policy that samples the
     token jumps.
     """
-    shipped = calling.get_input_embeddings().weight
+    shipped = model(TINY_MOE_TOOLS).get_input_embeddings().weight
     assert 1e-3 < shipped[0].square().mean().sqrt() < shipped[1:].square().mean().sqrt()
 
 
-def test_conversations_with_all_calls_are_mostly_right(calling: Any, tokenizer: Any) -> None:
+def test_conversations_with_all_calls_are_mostly_right(tokenizer: Any) -> None:
     """What reinforcement learning has to find; CALLING of the conversations it saw called."""
     rows = read(WORD_PROBLEMS_EVAL)[:128]
     torch.manual_seed(0)
-    said = load_tool().conversations(calling, tokenizer, rows, sampled=True)
+    calling = model(TINY_MOE_TOOLS)
+    said = make_tiny_model.conversations(calling, tokenizer, rows, sampled=True)
     called = [(text, calls, row) for (text, calls), row in zip(said, rows, strict=True) if calls]
     assert 0.27 <= len(called) / len(rows) <= 0.53  # 0.4, three standard errors of 128
     assert sum(is_right(text, row) for text, _, row in called) / len(called) >= 0.8

@@ -11,25 +11,21 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from r3.checks import problems
-from r3.checks import warnings as config_warnings
 from r3.cli.parse import Invocation
-from r3.config import to_yaml, with_values
+from r3.config import to_yaml
 from r3.launch import from_python
 from r3.run import Goal, RunDir, best_step, is_checkpoint_due, write_text
 from r3.tools.beside.result import FINISHED, says_finished
 from tests.errors import Capsys, Patch
 from tests.run_folder import publish
-from tests.tiny import tiny_config
+from tests.runs import program
 from tests.world import ROOT
 
 METRIC = "eval/heldout/accuracy"
@@ -103,20 +99,18 @@ def test_links_that_were_copied_as_folders_become_links(tmp_path: Path) -> None:
 def test_a_disk_without_links_costs_the_links_alone(
     tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
-    def refuse(number: int) -> Callable[..., None]:
-        def symlink(*_: object, **__: object) -> None:
-            raise OSError(number, os.strerror(number))
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-        return symlink
-
-    monkeypatch.setattr(os, "symlink", refuse(errno.EOPNOTSUPP))
+    number = errno.EOPNOTSUPP
+    monkeypatch.setattr(os, "symlink", refuse)
     for step in (1, 2):
         kept = publish(tmp_path, step, keep=1, values={2: 0.5})
     assert kept == ["2"] and sorted(path.name for path in tmp_path.iterdir()) == ["step_000002"]
     said = capsys.readouterr().err
     assert f"{tmp_path / 'latest'} is step_000002; this disk has no links" in said
     assert f"{tmp_path / 'best'} is step_000002" in said
-    monkeypatch.setattr(os, "symlink", refuse(errno.ENOSPC))  # a full disk is another matter
+    number = errno.ENOSPC  # a full disk is another matter
     with pytest.raises(OSError, match="No space"):
         publish(tmp_path, 3, keep=1, values={})
 
@@ -146,16 +140,14 @@ def test_a_run_ended_early_is_finished_unless_more_is_asked(tmp_path: Path, caps
     for row in rows(0.3, 0.5, 0.4, 0.4):
         run_dir.append_metrics(row)
 
-    def start(**more: object) -> Invocation:
-        settings = {"checkpoint.keep_best": METRIC, "train.patience": 2, "parallel.ep": 1}
-        settings |= {"train.steps": 100, "checkpoint.export": False, "log.dir": str(tmp_path)}
-        settings |= {name.replace("__", "."): value for name, value in more.items()}
-        return from_python("tiny", settings, world_size=1)
+    settings = {"checkpoint.keep_best": METRIC, "train.patience": 2}
+    settings |= {"train.steps": 100, "checkpoint.export": False}
 
     def is_finished(**more: object) -> bool:
-        return says_finished(start(**more))
+        named = {name.replace("__", "."): value for name, value in more.items()}
+        return says_finished(invocation(run_dir, **settings | named))
 
-    write_text(run_dir.config, to_yaml(start().config))
+    write_text(run_dir.config, to_yaml(invocation(run_dir, **settings).config))
     run_dir.checkpoint(6).mkdir(parents=True)
     assert is_finished()
     said = " ".join(capsys.readouterr().out.split())
@@ -168,43 +160,6 @@ def test_a_run_ended_early_is_finished_unless_more_is_asked(tmp_path: Path, caps
     # From an older checkpoint the later rows are made again.
     run_dir.checkpoint(6).rename(run_dir.checkpoint(4))
     assert not is_finished()
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> dict[str, object]:
-    """One row to evaluate."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
-    return {"eval.path": (str(tmp_path / "rows.jsonl"),)}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"train.patience": 2}, "train.patience = 2: needs checkpoint.keep_best"),
-        ({"checkpoint.keep_best": "reward/mean"}, "must be a metric of an evaluation"),
-        ({"checkpoint.keep_best": "eval/other/accuracy"}, "other is no held-out set"),
-        ({"checkpoint.keep_best": "eval/heldout/acuracy"}, "evaluations have no acuracy"),
-        ({"checkpoint.keep_best": "eval/heldout/pass_at_4"}, "evaluations have no pass_at_4"),
-        ({"checkpoint.keep_best": METRIC, "eval.path": ()}, "eval.path is empty"),
-    ],
-)
-def test_a_metric_that_no_evaluation_has_is_refused(
-    values: dict[str, object], expected: str, data: dict[str, object]
-) -> None:
-    assert expected in said_of(data | values)
-    sound = said_of({**values, **data, "checkpoint.keep_best": METRIC})
-    assert "keep_best" not in sound and "patience" not in sound
-
-
-def said_of(values: dict[str, object]) -> str:
-    return "\n".join(map(str, problems(with_values(tiny_config(), values), 1)))
-
-
-def test_settings_without_effect_are_said(data: dict[str, object]) -> None:
-    config = with_values(tiny_config(), data | {"eval.every": 0, "checkpoint.best_is": "lowest"})
-    assert any("checkpoint.best_is" in each for each in config_warnings(config, 1))
-    best = {"checkpoint.keep_best": METRIC, "train.patience": 1}
-    assert any("train.patience" in each for each in config_warnings(with_values(config, best), 1))
 
 
 def invocation(run: RunDir, **more: object) -> Invocation:
@@ -270,11 +225,8 @@ def test_the_check_of_a_launch_ends_the_launch(run: RunDir, monkeypatch: Patch) 
 
 
 def test_a_finished_run_that_is_launched_again_starts_no_ranks(run: RunDir) -> None:
-    command = [str(ROOT / "launch" / "local.sh"), "--from", str(run.path)]
-    environment = os.environ | {"PYTHON": sys.executable, "NPROC": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=environment
-    )
+    environment = {"PYTHON": sys.executable, "NPROC": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = program(ROOT / "launch/local.sh", "--from", run.path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{run.path} is finished: 3 steps.")
     assert done.stdout.count("\n") == 1

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.engine import CaptureSpec, Sampled, Transcript, Turn
 from r3.metrics import merged_parts
@@ -41,11 +40,6 @@ class Late:
             return [{"role": "user", "content": "go on"}], None, False
         return [], self.reward, True
 
-class Calls(Late):
-    '''Rewards one call of a tool.'''
-    def step(self, message):
-        return [], float(len(message["tool_calls"])), True
-
 class Silent(Late):
     '''The same without any reward.'''
     reward = None
@@ -69,9 +63,8 @@ class Counts(Late):
 class Loose(Counts):
     scale = float("nan")
 
-class Answers(Late):
+class Answers(Silent):
     '''Replies to each call of a tool, and goes on without one, too.'''
-    reward = None
     def step(self, message):
         _, reward, done = super().step(message)
         calls = [call["name"] for call in message["tool_calls"]]
@@ -81,9 +74,8 @@ class Endless(Late):
     def step(self, message):
         return [{"role": "user", "content": "again"}], None, False
 
-class Hears(Late):
+class Hears(Silent):
     '''Tells the model what it said, twice; the first time with a control token after it.'''
-    reward = None
     def reset(self, prompt):
         return [{"role": "system", "content": "Be brief."}, *super().reset(prompt)]
     def step(self, message):
@@ -106,10 +98,9 @@ class Slow(Late):
         time.sleep(int(prompt.answer) == 9)
         return super().reset(prompt)
 
-class Fails(Late):
+class Fails(Silent):
     '''Raises in the second of three conversations, and gives no reward in the others.'''
     opened = 0
-    reward = None
     def reset(self, prompt):
         Fails.opened += 1
         self.number = Fails.opened
@@ -133,10 +124,9 @@ class Script:
 
     first_turn_s = 0.0
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "mine.py"
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.file, self.tokenizer = folder / "mine.py", tokenizer
         self.file.write_text(ENVIRONMENTS)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
 
     def scorer(self, *functions: str, weights: Sequence[float] = ()) -> Scorer:
         names = [name if name in ("env", "none") else f"{self.file}:{name}" for name in functions]
@@ -148,14 +138,13 @@ class Script:
         scorer: Scorer | str,
         *,
         prompts: int | Sequence[int] = 1,
-        samples: int = 1,
         says: str = "hello",
-        token_budget: int = 0,
-        resumed: Sequence[Any] = (),
         asked: Mapping[str, Any] = {},
-        **env: Any,
+        **options: Any,
     ) -> RoundResult:
-        """Play one round; `asked` are fields of the prompts."""
+        """Play one round; `asked` are fields of the prompts, `options` of env and the round."""
+        names = {field.name for field in fields(EnvConfig)} & options.keys()
+        env = {name: options.pop(name) for name in names}
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
         numbers = range(prompts) if isinstance(prompts, int) else prompts
         began, first = time.monotonic(), []
@@ -169,18 +158,16 @@ class Script:
             self.tokenizer,
             {number: replace(numbered(number), **asked) for number in numbers},
             says=answer,
-            samples=samples,
             scorer=self.scorer(scorer) if isinstance(scorer, str) else scorer,
-            token_budget=token_budget,
-            resumed=resumed,
+            **options,
         )
         self.first_turn_s = first[0] if first else 0.0
         return result
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
-    return Script(tmp_path)
+def script(tmp_path: Path, tokenizer: Any) -> Script:
+    return Script(tmp_path, tokenizer)
 
 
 def shares(collected: RoundResult) -> list[float | None]:
@@ -193,34 +180,31 @@ def shares(collected: RoundResult) -> list[float | None]:
 UNFINISHED: dict[str, Any] = {"max_turns": 2, "unfinished_reward": -0.5}
 
 
-@pytest.mark.parametrize(
-    ("name", "functions", "weights", "options", "rewards", "expected"),
-    [
-        ("Late", ["refuse"], [], {}, [1.0], [1, 0, 0]),
-        ("Late", ["none"], [], {}, [1.0], [1, 0, 0]),
-        ("Half", ["length"], [], {"prompts": 4}, [1.0, 5.0, 1.0, 5.0], [0.5, 0.5, 0]),
-        ("Late", ["env", "length"], [2.0, 0.1], {}, [2.0 + 0.1 * 5], [1, 1, 0]),
-        ("Late", ["env", "length"], [1.0, 0.0], {}, [1.0], [1, 1, 0]),
-        ("Late", ["refuse"], [], UNFINISHED, [-0.5], [0, 0, 1]),
-        ("Late", ["env", "length"], [2.0, 0.1], UNFINISHED, [-1.0 + 0.1 * 5], [0, 1, 1]),
-    ],
-    ids=["environment", "none", "functions where it gave none", "a sum", "weight 0",
-         "unfinished", "unfinished in a sum"],
-)  # fmt: skip
-def test_who_gives_the_reward(
-    script: Script,
-    name: str,
-    functions: list[str],
-    weights: list[float],
-    options: dict[str, Any],
-    rewards: list[float],
-    expected: list[float],
-) -> None:
-    collected = script.play(name, script.scorer(*functions, weights=weights), **options)
+SUM = {"env": 2.0, "length": 0.1}
+# Environment, weights of functions, options, rewards, and the shares.
+WHO: dict[str, tuple[str, dict[str, float], dict[str, Any], list[float], list[float]]] = {
+    "environment": ("Late", {"refuse": 1.0}, {}, [1.0], [1, 0, 0]),
+    "none": ("Late", {"none": 1.0}, {}, [1.0], [1, 0, 0]),
+    "functions where it gave none": (
+        *("Half", {"length": 1.0}, {"prompts": 4}),
+        *([1.0, 5.0, 1.0, 5.0], [0.5, 0.5, 0]),
+    ),
+    "a sum": ("Late", SUM, {}, [2.0 + 0.1 * 5], [1, 1, 0]),
+    "weight 0": ("Late", {"env": 1.0, "length": 0.0}, {}, [1.0], [1, 1, 0]),
+    "unfinished": ("Late", {"refuse": 1.0}, UNFINISHED, [-0.5], [0, 0, 1]),
+    "unfinished in a sum": ("Late", SUM, UNFINISHED, [-1.0 + 0.1 * 5], [0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", WHO)
+def test_who_gives_the_reward(case: str, script: Script) -> None:
+    name, weights, options, rewards, expected = WHO[case]
+    scorer = script.scorer(*weights, weights=[*weights.values()])
+    collected = script.play(name, scorer, **options)
     assert rewards_of(collected) == rewards and shares(collected) == expected
     is_unfinished = collected.rollouts[0].finish_reason == "turns"
     assert is_unfinished == ("max_turns" in options)
-    if functions == ["env", "length"] and not is_unfinished:
+    if weights.keys() == SUM.keys() and not is_unfinished:
         assert parts_of(collected) == {(0, 0): {"env": 1.0, "length": 5.0}}
 
 
@@ -241,27 +225,21 @@ def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
     assert play([0, 2, 4, 6], [1, 3, 5])[0] == play([6], [5, 0], [1, 2, 3, 4])[0] == whole
 
 
-def test_bad_metrics_of_an_environment_are_failures(script: Script) -> None:
-    with pytest.raises(EnvironmentFailed, match="metric 'turn' is nan, not a finite number"):
-        script.play("Loose", "none")
-    collected = script.play("Loose", "none", on_error="zero")
+@pytest.mark.parametrize(
+    ("name", "function", "message"),
+    [
+        ("Silent", "none", "ended without a reward"),
+        ("Silent", "env", "ended without a reward"),
+        ("Loose", "none", "metric 'turn' is nan, not a finite number"),
+    ],
+)
+def test_an_environment_that_owes_a_reward_or_a_number_has_failed(
+    script: Script, name: str, function: str, message: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=message):
+        script.play(name, function)
+    collected = script.play(name, function, on_error="zero")
     assert rewards_of(collected) == [0.0] and collected.rollouts[0].metrics == {}
-
-
-def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
-    says = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    collected = script.play("Calls", "none", says=says)
-    assert rewards_of(collected) == [1.0]
-    assert collected.rollouts[0].messages[-1] == {"role": "assistant", "content": says}
-    assert rewards_of(script.play("Calls", "none")) == [0.0]
-
-
-@pytest.mark.parametrize("function", ["none", "env"])
-def test_an_environment_that_owes_a_reward_has_failed(script: Script, function: str) -> None:
-    with pytest.raises(EnvironmentFailed, match="ended without a reward"):
-        script.play("Silent", function)
-    collected = script.play("Silent", function, on_error="zero")
-    assert rewards_of(collected) == [0.0]
     assert shares(collected) == [None, None, None], "failed conversations are counted elsewhere"
 
 
@@ -364,8 +342,7 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
 
 
 def test_resumed_turns_do_not_wait_for_slow_environments(script: Script) -> None:
-    first = script.play("Slow", "none", token_budget=2)
-    resumed = first.suspended
+    resumed = script.play("Slow", "none", token_budget=2).suspended
     assert len(resumed) == 1
     script.play("Slow", "none", prompts=[9], resumed=resumed, token_budget=2)
     assert script.first_turn_s < 0.5  # the other environment takes a second to open
@@ -380,8 +357,7 @@ def test_samples_of_a_prompt_are_scored_together(script: Script) -> None:
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error: str) -> None:
-    scorer = "group_size"
-    collected = script.play("Fails", scorer, samples=3, on_error=on_error)
+    collected = script.play("Fails", "group_size", samples=3, on_error=on_error)
     assert sorted(rewards_of(collected)) == [0.0] * (on_error == "zero") + [2.0, 2.0]
 
 
@@ -390,11 +366,9 @@ def test_a_log_probability_that_is_not_finite_is_refused(bad: float) -> None:
     shape = ModelShape.read(tiny_config().model.path)
     spec = CaptureSpec(policy_version=0, captures=False, on_missing="error", shape=shape)
     given: dict[str, Any] = {"key": 0, "routed_experts": None, "first_row": 0}
-    sampled = Sampled(
-        tokens_T=[3, 4, 5], logprobs_T=[-1.0, bad, -1.0], finish_reason="stop", **given
-    )
+    given |= {"tokens_T": [3, 4, 5], "logprobs_T": [-1.0, bad, -1.0], "finish_reason": "stop"}
     with pytest.raises(FloatingPointError, match=f"rollout p7/2: .* log-probability {bad}"):
-        Transcript(spec, [1, 2], who="rollout p7/2").append_sample(sampled)
+        Transcript(spec, [1, 2], who="rollout p7/2").append_sample(Sampled(**given))
 
 
 @pytest.mark.parametrize("is_base", [False, True], ids=["chat model", "base model"])

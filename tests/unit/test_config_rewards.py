@@ -45,13 +45,6 @@ def test_functions_that_rows_may_name(setting: str, functions: list[str], rule: 
     assert rule in text
 
 
-def test_the_deciding_function_is_one_of_the_sum() -> None:
-    own = ["gsm8k", "examples/own_reward/reward.py:brief"]
-    text = found({"reward.function": own, "reward.correct": "exact"})["reward.correct"]
-    assert "use one of gsm8k" in text
-    assert "reward.correct" not in found({"reward.function": own, "reward.correct": "gsm8k"})
-
-
 def test_functions_that_rows_name_need_their_settings() -> None:
     values = {"reward.function": "row", "reward.row_functions": ["http", "model"]}
     assert {"reward.url", "reward.model", "reward.model_path"} <= found(values).keys()
