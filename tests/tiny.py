@@ -26,10 +26,20 @@ from r3.config import (
 )
 from r3.data import Dataset, prompts_from
 from r3.models.shape import ModelShape
+from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout
 
 FEW_ROWS = f"{assets.WORD_PROBLEMS_TRAIN}[:512]"
 """An eighth of the shipped rows: each process of a run reads and tokenises them."""
+
+
+ALONE = Axis(name="world", group=None, rank=0, size=1)
+"""The world of a process that is the only rank."""
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
@@ -72,8 +82,7 @@ def tokenizer_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any
         settings = json.loads((assets.TINY_MOE / f"{name}.json").read_text())
         settings["eos_token_id"] = ends.get(name, settings["eos_token_id"])
         (folder / f"{name}.json").write_text(json.dumps(settings))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos_token}))
+    edit_json(folder / "tokenizer_config.json", eos_token=eos_token)
     return folder
 
 

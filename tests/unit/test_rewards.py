@@ -52,24 +52,6 @@ def test_what_is_no_finite_number_is_refused(value: Any, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "rule"),
-    [
-        ("gsm9k", "is neither a built-in reward"),
-        ("{folder}/mine.py", "is neither a built-in reward"),
-        ("{folder}/mine.txt:reward", "is neither a built-in reward"),
-        ("{folder}/absent.py:reward", "there is no file"),
-    ],
-)
-@pytest.mark.parametrize("field", ["reward.function", "eval.function"])
-def test_what_names_no_function_is_refused(
-    spec: str, rule: str, field: str, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").touch()
-    message = found({field: spec.format(folder=tmp_path), "eval.path": EVAL})[field]
-    assert rule in message and "Fix:" in message
-
-
-@pytest.mark.parametrize(
     ("body", "rule"),
     [
         ("other = 1", "defines no 'reward'"),

@@ -181,18 +181,16 @@ def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
     assert "config: 8 problems" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "advice"),
-    [
-        ("train.learning_rate", "did you mean train.lr?"),
-        ("actor_rollout_ref.rollout.n", "did you mean rollout.group_size?"),
-        ("save_total_limit", "did you mean checkpoint.keep?"),
-        ("use_dynamic_bsz", "did you mean train.micro_batch_tokens?"),
-        ("train.temperature", "did you mean rollout.temperature or eval.temperature?"),
-    ],
-)
-def test_names_of_trl_and_verl_have_advice(theirs: str, advice: str) -> None:
-    assert nearest_settings(theirs) == advice
+def test_names_of_trl_and_verl_have_advice() -> None:
+    advice = {
+        "train.learning_rate": "train.lr",
+        "actor_rollout_ref.rollout.n": "rollout.group_size",
+        "save_total_limit": "checkpoint.keep",
+        "use_dynamic_bsz": "train.micro_batch_tokens",
+        "train.temperature": "rollout.temperature or eval.temperature",
+    }
+    for theirs, ours in advice.items():
+        assert nearest_settings(theirs) == f"did you mean {ours}?"
 
 
 @pytest.mark.parametrize(
@@ -238,10 +236,7 @@ def test_an_argument_is_read_as_json_or_python(text: str, value: object) -> None
 @pytest.mark.parametrize(
     ("items", "rule"),
     [
-        (["n=NaN"], "is not a finite number"),
-        (["n=nan"], "is not a finite number"),
-        (["n=-Infinity"], "is not a finite number"),
-        (["n=1e999"], "is not a finite number"),
+        *(([f"n={n}"], "is not a finite number") for n in ("NaN", "nan", "-Infinity", "1e999")),
         (["n=[1, NaN]"], "is not a finite number"),
         (['n={"a": 1, "a": 2}'], "has 'a' twice"),
         (["a=1", "b=2", "a=3"], "a is given twice, before as a=1"),
@@ -274,9 +269,8 @@ def test_arguments_may_be_a_mapping(name: str) -> None:
 
 
 def test_lengths_leave_room_for_the_response() -> None:
-    config = with_values(
-        Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000}
-    )
+    sizes = {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000}
+    config = with_values(Config(), sizes)
     assert config.longest_prompt(512) == 412
     assert config.longest_prompt(4096) == 900  # a sequence must fit into a micro-batch too
     short = with_values(config, {"data.max_prompt_tokens": 50})
@@ -397,9 +391,7 @@ def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
     said = "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
     assert str(setting.problem(0)) == said
     assert (setting.type_in_words, setting.rule) == ("integer", "must be at least 1")
-    assert (
-        setting.resume and setting.unless and setting.unless[1] == "unless train.lr_schedule decays"
-    )
+    assert setting.resume and "unless train.lr_schedule decays" in (setting.unless or ())
     assert help_of(setting.name).startswith("Number of steps.")
 
 

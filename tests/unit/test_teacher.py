@@ -16,13 +16,11 @@ from r3.models.shape import ModelShape
 from r3.rollout import read_task
 from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
 from tests.families import random_checkpoint
-from tests.tiny import tiny_config
+from tests.tiny import edit_json, tiny_config
 
 TEACHER = str(assets.TINY_MOE_TIES)
-DISTILL = with_values(
-    tiny_config(),
-    {**OF_OBJECTIVE["distill"], "train.objective": "distill", "algo.teacher": (TEACHER,)},
-)
+OBJECTIVE = {"train.objective": "distill", "algo.teacher": (TEACHER,)}
+DISTILL = with_values(tiny_config(), {**OF_OBJECTIVE["distill"], **OBJECTIVE})
 
 
 def test_advantages_of_a_teacher_by_hand() -> None:
@@ -44,13 +42,10 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
     kl = (logprobs_V.exp() * (logprobs_V - teacher_V)).sum()
     (expected_V,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
     old_V = logprobs_V.detach()
-    inputs = LossInputs(
-        logprobs_N=logprobs_V,
-        **dict.fromkeys(("old_logprobs_N", "rollout_logprobs_N"), old_V),
-        advantages_N=teacher_advantage(old_V, teacher_V, coef=1.0),
-        loss_mask_N=torch.ones(5),
-        sequences=Sequences((0, 5)),
-    )
+    given: dict[str, Any] = dict.fromkeys(("old_logprobs_N", "rollout_logprobs_N"), old_V)
+    given |= {"logprobs_N": logprobs_V, "loss_mask_N": torch.ones(5)}
+    advantages_V = teacher_advantage(old_V, teacher_V, coef=1.0)
+    inputs = LossInputs(**given, advantages_N=advantages_V, sequences=Sequences((0, 5)))
     loss_V, _ = LOSSES[loss](inputs, Bounds(low=1.0, high=4.0, cap=5.0))
     (found_V,) = torch.autograd.grad((old_V.exp() * loss_V).sum(), logits_V)
     # losses are float32
@@ -76,18 +71,18 @@ def test_teachers_that_make_no_sense_are_refused(values: dict[str, Any], expecte
 def _copy(folder: Path, **config: Any) -> str:
     """The teacher's folder with other keys in its config.json."""
     shutil.copytree(TEACHER, folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    edit_json(folder / "config.json", **config)
     return str(folder)
 
 
 def test_a_teacher_that_does_not_fit_layout_or_context_is_refused(tmp_path: Path) -> None:
-    short = _copy(tmp_path / "short", max_position_embeddings=32)
-    (found,) = problems(with_values(DISTILL, {"algo.teacher": (short,)}), 1)
-    assert "its context of 32 tokens is shorter than" in str(found)
-    other = _copy(tmp_path / "other", num_hidden_layers=5)
-    (found,) = problems(with_values(DISTILL, {"algo.teacher": (other,)}), 1)
-    assert "its tensors differ from what config.json implies" in str(found)
+    for key, value, said in (
+        ("max_position_embeddings", 32, "its context of 32 tokens is shorter than"),
+        ("num_hidden_layers", 5, "its tensors differ from what config.json implies"),
+    ):
+        teacher = _copy(tmp_path / key, **{key: value})
+        (found,) = problems(with_values(DISTILL, {"algo.teacher": (teacher,)}), 1)
+        assert said in str(found)
     random = random_checkpoint(tmp_path / "random", num_experts=9, max_position_embeddings=512)
     config = with_values(DISTILL, {"algo.teacher": (str(random),), "parallel.ep": 2})
     (found,) = problems(config, 2)
@@ -147,5 +142,3 @@ def test_what_only_rewards_need_is_refused_or_warned_of() -> None:
     assert problems(in_loss, 1) == [] and warnings(in_loss, 1) == warnings(DISTILL, 1)
     text = "\n".join(warnings(with_values(DISTILL, {"algo.overlong_buffer": 4}), 1))
     assert "algo.overlong_buffer = 4 has no effect: train.objective is distill" in text
-    text = "\n".join(warnings(with_values(tiny_config(), {"algo.teacher_coef": 2.0}), 1))
-    assert "algo.teacher_coef = 2.0 has no effect: algo.teacher is empty" in text

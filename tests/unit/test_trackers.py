@@ -22,27 +22,21 @@ SAMPLES = {name: f"a {name} response" for name in ("best", "worst")}
 
 
 def config_of(tracker: str, folder: Path) -> Config:
-    return tiny_config(
-        log={"tracker": tracker, "dir": str(folder / "my-run"), "project": "r3-test"},
-        reward={
-            "url": f"https://me:{PASSWORD}@judge.example/v1?key={PASSWORD}",
-            "request": (f"user={PASSWORD}",),
-            "args": ("scale=2",),
-        },
-        train={"lr": 1.25e-4},
-    )
+    log = {"tracker": tracker, "dir": str(folder / "my-run"), "project": "r3-test"}
+    reward: dict[str, Any] = {"request": (f"user={PASSWORD}",), "args": ("scale=2",)}
+    reward["url"] = f"https://me:{PASSWORD}@judge.example/v1?key={PASSWORD}"
+    return tiny_config(log=log, reward=reward, train={"lr": 1.25e-4})
 
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder in which every package keeps what it is given. Trackio reads it once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_TOKEN", PASSWORD)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": PASSWORD}
+    variables |= {"WANDB_API_KEY": "0123456789" * 4, "TRACKIO_DIR": f"{tmp_path}/trackio"}
+    variables["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     return tmp_path
 
 
@@ -68,21 +62,21 @@ def test_a_missing_package_is_a_mistake_with_the_command(
     assert f"-m pip install {tracker}" in found.fix
 
 
-def test_a_tracker_without_a_project_is_a_mistake() -> None:
-    (found,) = problems(tiny_config(log={"project": ""}), 1)
-    assert found.place == "log.project"
+def tracked(name: str, offline: Path, *, again: int) -> None:
+    """A run of three steps, and one that resumes with step `again`."""
+    pytest.importorskip(name, reason=f"{name} is not installed: it is no part of the CPU stack")
+    config = config_of(name, offline)
+    made_run(config, steps=range(1, 4))
+    made_run(config, steps=range(again, 6))
 
 
 def test_wandb_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: it is no part of the CPU stack")
-    config = config_of("wandb", offline)
-    made_run(config, steps=range(1, 4))
-    made_run(config, steps=range(3, 5))  # step 3 is repeated
+    tracked("wandb", offline, again=3)
     folders = sorted((offline / "my-run" / "wandb").rglob("run-abcdef0123456789.wandb"))
     assert len(folders) == 2  # one per start, of the same run
     first, second = (records_of(path) for path in folders)
     assert [row["step"] for row in first if "reward/mean" in row] == [1, 2, 3]
-    assert [row["step"] for row in second if "reward/mean" in row] == [3, 4]
+    assert [row["step"] for row in second if "reward/mean" in row] == [3, 4, 5]
     assert any(key.startswith("samples/") for row in first for key in row)
     require_public(offline)
 
@@ -119,15 +113,10 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_trackio_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
-    pytest.importorskip(
-        "trackio", reason="trackio is not installed: it is no part of the CPU stack"
-    )
+    tracked("trackio", offline, again=4)
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    config = config_of("trackio", offline)
-    made_run(config, steps=range(1, 4))
-    made_run(config, steps=range(4, 6))
     (run,) = trackio.Api().runs("r3-test")
     assert run.name == "my-run-abcdef"
     logs = SQLiteStorage.get_logs("r3-test", run.name)
@@ -136,12 +125,9 @@ def test_trackio_gets_everything_and_goes_on_after_a_resume(offline: Path) -> No
 
 
 def test_mlflow_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed: it is no part of the CPU stack")
+    tracked("mlflow", offline, again=4)
     from mlflow import MlflowClient
 
-    config = config_of("mlflow", offline)
-    made_run(config, steps=range(1, 4))
-    made_run(config, steps=range(4, 6))
     client = MlflowClient()
     experiment = client.get_experiment_by_name("r3-test")
     (run,) = client.search_runs([experiment.experiment_id])
