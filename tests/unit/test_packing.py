@@ -80,8 +80,8 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
 
 def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
     rollouts = [rollout([1, 2, 3, 4], 2, seed=1), rollout([5, 6, 7], 1, seed=2)]
+    assert pack(rollouts[:1], [0], **MOE, multiple=4).rollout_ids == (0,), "a multiple already"
     packed = scored(pack(rollouts, [9, 3], **MOE, multiple=4), {9: 1.0, 3: -2.0})
-    assert packed.num_tokens == 8
     assert packed.cu_seqlens == (0, 4, 7, 8)
     assert packed.rollout_ids == (9, 3, -1)
     assert packed.tokens_N.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
@@ -95,12 +95,6 @@ def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
     # Captured: processed by the engine. The filler's routes are legal, but they were not captured.
     assert packed.captured_N.tolist() == [True, True, True, False, True, True, False, False]
     assert count_loss_tokens([packed, packed]) == 6
-
-
-def test_a_multiple_that_divides_needs_no_filler() -> None:
-    packed = pack([rollout([1, 2, 3, 4], 2)], [0], **MOE, multiple=4)
-    assert packed.rollout_ids == (0,)
-    assert packed.num_tokens == 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,23 +125,16 @@ def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
     assert float(packed.sequence_weights_N.sum()) == pytest.approx(6, rel=1e-6)
 
 
-def test_multi_turn_masks_keep_their_holes() -> None:
+def test_masks_of_several_turns_and_routes_keep_their_holes() -> None:
     """A tool's reply between two sampled parts: no loss on it, and the mask moves with its
-    tokens.
+    tokens. Missing rows of routes stay missing.
     """
-    sample = replace(
-        rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32)
-    )
-    packed = pack([sample], [0], **MOE)
-    assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
-
-
-def test_missing_rows_stay_missing() -> None:
-    sample = rollout([1, 2, 3, 4, 5], 2)
-    routes = sample.routed_experts.copy()
+    sample = rollout([1, 2, 3, 4, 5, 6], 5)
+    routes, mask_T = sample.routed_experts.copy(), np.array([0, 1, 0, 0, 1, 1], np.float32)
     routes[1] = -1
-    packed = pack([replace(sample, routed_experts=routes)], [0], **MOE)
-    assert packed.captured_N.tolist() == [True, False, True, True, False]
+    packed = pack([replace(sample, loss_mask_T=mask_T, routed_experts=routes)], [0], **MOE)
+    assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
+    assert packed.captured_N.tolist() == [True, False, True, True, True, False]
 
 
 def test_dense_models_have_no_routes() -> None:
@@ -233,15 +220,30 @@ def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
     )
 
 
-def test_plan_by_hand() -> None:
-    """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the
-    equal two.
-    """
-    options = ONE | {"num_ranks": 2, "micro_batch_tokens": 8}
-    (update,) = plan_updates([1, 2, 3, 4, 5], [0] * 5, **options)
-    assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
-    assert update.rollout_ids == (0, 1, 2, 3, 4)
-    assert packing_efficiency([update], [1, 2, 3, 4, 5]) == 15 / 16
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "limit", "multiple", "expected", "efficiency"),
+    [
+        # Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of
+        # the equal two.
+        ([1, 2, 3, 4, 5], 2, 8, 1, (((0, 1, 4),), ((2, 3),)), 15 / 16),
+        # Four bins: the rank with the 10 gets the 1, so that both have the same total.
+        ([10, 9, 2, 1], 2, 10, 1, (((0,), (3,)), ((1,), (2,))), 22 / 40),
+        # A rank with nothing to do gets an empty micro-batch.
+        ([10, 20], 4, 64, 1, (((1,),), ((0,),), ((),), ((),)), 30 / 80),
+        # A sequence may be as long as a micro-batch.
+        ([64, 64, 64], 1, 64, 64, (((0,), (1,), (2,)),), 1.0),
+        # Sequences of equal length are neighbours.
+        ([7, 5, 9, 5, 7, 3, 5], 1, 41, 1, (((0, 4, 1, 3, 6, 2, 5),),), 1.0),
+    ],
+)
+def test_plan_by_hand(
+    lengths: list[int], ranks: int, limit: int, multiple: int, expected: Any, efficiency: float
+) -> None:
+    options = ONE | {"num_ranks": ranks, "micro_batch_tokens": limit, "multiple": multiple}
+    (update,) = plan_updates(lengths, [0] * len(lengths), **options)
+    assert update == UpdatePlan(micro_batches=expected)
+    assert update.rollout_ids == tuple(range(len(lengths)))
+    assert packing_efficiency([update], lengths) == efficiency
 
 
 @pytest.mark.parametrize("num_updates", [1, 2, 5])
@@ -251,8 +253,8 @@ def test_every_rollout_once_groups_whole_within_the_limit(
     num_updates: int, num_ranks: int, micro_batch_tokens: int, multiple: int
 ) -> None:
     lengths, groups = log_normal_lengths(0), in_groups_of(8, 256)
-    options = {"num_updates": num_updates, "num_ranks": num_ranks, "multiple": multiple}
-    updates = plan_updates(lengths, groups, **options, micro_batch_tokens=micro_batch_tokens)
+    options = dict(micro_batch_tokens=micro_batch_tokens, num_updates=num_updates)
+    updates = plan_updates(lengths, groups, **options, num_ranks=num_ranks, multiple=multiple)
     assert len(updates) == num_updates
     assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
     groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
@@ -306,25 +308,6 @@ def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
     assert packing_efficiency([dealt], lengths) < 0.8
 
 
-def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
-    """Four bins of 10, 9, 2 and 1: the rank with the 10 gets the 1."""
-    options = ONE | {"num_ranks": 2, "micro_batch_tokens": 10}
-    (update,) = plan_updates([10, 9, 2, 1], [0] * 4, **options)
-    assert update.micro_batches == (((0,), (3,)), ((1,), (2,)))
-
-
-def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
-    (update,) = plan_updates([10, 20], [0, 0], num_updates=1, num_ranks=4, micro_batch_tokens=64)
-    assert update.micro_batches == (((1,),), ((0,),), ((),), ((),))
-    assert packing_efficiency([update], [10, 20]) == 30 / 80
-
-
-def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
-    options = ONE | {"micro_batch_tokens": 64, "multiple": 64}
-    (update,) = plan_updates([64, 64, 64], [0, 0, 0], **options)
-    assert update.micro_batches == (((0,), (1,), (2,)),)
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -338,27 +321,6 @@ def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
     plan_updates([10, 20, 30, 5], [0, 0, 1, 1], **good)
     with pytest.raises(ValueError, match=fault):
         plan_updates([10, 20, 30, 5], [0, 0, 1, 1], **good | change)
-
-
-def test_plan_and_pack_together_keep_every_loss_token() -> None:
-    """From lengths to micro-batches of all ranks and updates: nothing is lost, nothing is
-    doubled.
-    """
-    rng = np.random.default_rng(0)
-    rollouts = [
-        rollout(rng.integers(0, 99, n).tolist(), int(n) // 2, seed=i)
-        for i, n in enumerate(rng.integers(4, 40, 24))
-    ]
-    lengths = [len(sample.tokens_T) for sample in rollouts]
-    options = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 64, "multiple": 8}
-    updates = plan_updates(lengths, in_groups_of(4, 24), **options)
-    parts = [ids for update in updates for rank in update.micro_batches for ids in rank]
-    micro_batches = [pack([rollouts[i] for i in ids], ids, **MOE, multiple=8) for ids in parts]
-    assert max(micro_batch.num_tokens for micro_batch in micro_batches) <= 64
-    sampled = sum(sample.num_response_tokens for sample in rollouts)
-    assert count_loss_tokens(micro_batches) == sampled
-    packed = [i for micro_batch in micro_batches for i in micro_batch.rollout_ids if i >= 0]
-    assert sorted(packed) == list(range(24))
 
 
 def of_lengths(*lengths: int) -> MicroBatch:
@@ -377,12 +339,11 @@ def test_a_part_of_a_micro_batch_starts_at_a_sequence(
     assert tokens <= part.num_tokens < tokens + multiple
     start = whole.cu_seqlens[whole.rollout_ids.index(part.rollout_ids[0])]
     assert rows == slice(start, start + part.num_tokens)
+    end = start + part.num_tokens
     for name in ("tokens_N", "targets_N", "positions_N", "routed_experts_NLK", "loss_mask_N"):
-        expected = getattr(whole, name)[start : start + part.num_tokens]
-        assert torch.equal(getattr(part, name), expected), name
+        assert torch.equal(getattr(part, name), getattr(whole, name)[start:end]), name
     assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.num_tokens
     assert len(part.rollout_ids) == len(part.cu_seqlens) - 1
-    end = start + part.num_tokens
     inner = [start + border for border in part.cu_seqlens[:-1]]
     assert inner == [border for border in whole.cu_seqlens if start <= border < end]
 
@@ -391,8 +352,3 @@ def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
     whole = of_lengths(8, 4)
     part, _ = part_of(whole, 100, multiple=4, turn=3)
     assert part.cu_seqlens == whole.cu_seqlens and part.rollout_ids == whole.rollout_ids
-
-
-def test_sequences_of_equal_length_are_neighbours_in_a_micro_batch() -> None:
-    (update,) = plan_updates([7, 5, 9, 5, 7, 3, 5], [0] * 7, **ONE, micro_batch_tokens=41)
-    assert update.micro_batches == (((0, 4, 1, 3, 6, 2, 5),),)
