@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,10 @@ from r3.metrics import (
 )
 from r3.metrics.console import COLUMNS, console_of, notes, stage, step_line
 from r3.run import RunDir, read_metrics, truncate_metrics
-from r3.runtime.mesh import Axis
 from r3.tools import show_samples
 from tests.errors import Patch
 from tests.runs import is_wall_clock
-from tests.tiny import tiny_config
-
-ALONE = Axis(name="world", group=None, rank=0, size=1)
+from tests.tiny import ALONE, tiny_config
 
 
 class Terminal(io.StringIO):
@@ -92,12 +90,18 @@ def test_explain(key: str, name: str) -> None:
 
 def test_an_unknown_key_is_an_error() -> None:
     keys = "eval//accuracy env/2 env/a/b eval/a/b/accuracy eval/a/pass_at_0 eval/a/pass_at_K8 loss"
-    refusing = (explain, is_wall_clock, lambda key: meter().add({key: Sum(1.0)}))
+    add, enter = (
+        lambda key: meter().add({key: Sum(1.0)}),
+        lambda key: meter().phase(key).__enter__(),
+    )
+    refusing = (explain, is_wall_clock, add, enter)
     for key, refuse in product((*keys.split(" "), ""), refusing):
         with pytest.raises(UnknownMetricError):
             refuse(key)
     with pytest.raises(UnknownMetricError, match=r"'rewards/mean': did you mean 'reward/mean'\?"):
         explain("rewards/mean")
+    with pytest.raises(UnknownMetricError, match=r"time/trian_s'.*time/train_s"):
+        enter("trian")
 
 
 @pytest.mark.parametrize("key", ["reward/men", "env/turn_mean", "eval/heldout/reward/men"])
@@ -121,19 +125,9 @@ def test_parts_of_every_kind_merge_and_are_written_exactly(tmp_path: Path) -> No
     m = meter(tmp_path)
     m.add({"reward/mean": Mean(total=1.0, count=3.0), "rollout/tokens": Sum(5.0)})
     m.add({"reward/mean": Mean(total=1.0, count=7.0), "rollout/tokens": Sum(6.0)})
-    m.add(
-        {
-            "mismatch/abs_max": Max(0.5),
-            "optim/lr": Mean(1e-4, 1.0),
-            "mismatch/ess": EffectiveSampleSize(3.0, 5.0, 2.0),
-        }
-    )
-    m.add(
-        {
-            "mismatch/abs_p99": Quantile(np.arange(101, dtype=np.float32), 0.99),
-            "loss/total": Mean(math.nan, 1.0),
-        }
-    )
+    m.add({"mismatch/abs_max": Max(0.5), "mismatch/ess": EffectiveSampleSize(3.0, 5.0, 2.0)})
+    m.add({"mismatch/abs_p99": Quantile(np.arange(101, dtype=np.float32), 0.99)})
+    m.add({"loss/total": Mean(math.nan, 1.0), "optim/lr": Mean(1e-4, 1.0)})
     m.add({"policy/entropy": Mean(total=0.0, count=0.0)})  # nothing counted: no such key in the row
     row = m.close_step(1)
     assert row | {"loss/total": 0.0} == {
@@ -175,15 +169,16 @@ def test_phases_are_timed_and_told() -> None:
     m = meter(on_phase=told.append)
     with m.phase("train"):
         time.sleep(0.02)
-        with m.phase("prove_sync"):
+        with m.phase("prove_sync"), m.progress(2, "sync") as tick:
             time.sleep(0.02)
+            tick()
     with pytest.raises(RuntimeError, match="inside"), m.phase("train"):
         time.sleep(0.02)
         raise RuntimeError("inside")
     m.add({"rollout/tokens": Sum(100.0)})
     row = m.close_step(1)
     assert told == [
-        *("train", "prove_sync", "train", "between phases"),
+        *("train", "prove_sync", "prove_sync", "train", "between phases"),  # a tick is progress
         *("train", "between phases"),
         *("report", "between phases"),
     ]
@@ -214,18 +209,9 @@ def test_evaluation_slows_down_neither_rate_nor_time_left() -> None:
     assert left < 0.25 * 38, "38 steps as fast as these, without evaluations"
 
 
-def test_an_unknown_phase_is_an_error() -> None:
-    with (
-        pytest.raises(UnknownMetricError, match=r"time/trian_s'.*time/train_s"),
-        meter().phase("trian"),
-    ):
-        pass
-
-
 def test_other_ranks_write_and_print_nothing(tmp_path: Path) -> None:
     stream = io.StringIO()
-    axis = Axis(name="world", group=None, rank=1, size=1)
-    m = meter(tmp_path, axis=axis, stream=stream, log={"tensorboard": True})
+    m = meter(tmp_path, axis=replace(ALONE, rank=1), stream=stream, log={"tensorboard": True})
     m.console.header(["model tiny"])
     m.add({"reward/mean": Mean(1.0, 1.0)})
     assert m.close_step(1) == {"reward/mean": 1.0}
@@ -241,26 +227,18 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
-def test_agreement_per_layer_is_in_the_row_and_has_no_curve(tmp_path: Path) -> None:
-    drawn = meter(tmp_path, log={"tensorboard": True})
-    for step in (1, 2):
-        drawn.add({f"routing/agreement_layer/{layer}": Mean(layer, 20.0) for layer in (3, 12)})
-        row = drawn.close_step(step)
-        assert row["routing/agreement_layer/12"] == 0.6
-    drawn.close()
-    assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
-
-
-def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
-    """The worst layer, the mean and the sum; layers have no curve of their own."""
+def test_layers_are_in_the_row_and_have_no_curves(tmp_path: Path) -> None:
+    """The load of experts has one number over all layers: the worst layer, the mean and the sum."""
     shown = meter(tmp_path, log={"tensorboard": True})
     for layer, load in ((1, [4, 4, 0, 0]), (2, [2, 2, 2, 2])):
         load_E = np.array(load)
         shown.add({f"routing/load_max_layer/{layer}": LoadMax(load_E)})
         shown.add({f"routing/load_entropy_layer/{layer}": LoadEntropy(load_E)})
         shown.add({f"routing/load_dead_layer/{layer}": DeadExperts(load_E)})
+        shown.add({f"routing/agreement_layer/{layer}": Mean(layer, 20.0)})
     row = shown.close_step(1)
     shown.close()
+    assert row["routing/agreement_layer/2"] == 0.1
     load = {key: row[f"routing/{key}"] for key in ("load_max", "load_entropy", "load_dead")}
     assert load == {"load_max": 2.0, "load_entropy": 0.75, "load_dead": 2.0}
     assert set(events(tmp_path).Tags()["scalars"]) == {f"routing/{key}" for key in load}
@@ -268,27 +246,15 @@ def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
 
 def test_best_middle_and_worst_samples_are_shown_as_they_are(tmp_path: Path) -> None:
     shown = meter(tmp_path, log={"tensorboard": True})
-    rows = [
-        {
-            "prompt_id": "rows.jsonl:1",
-            "sample_index": index,
-            "reward": reward,
-            "advantage": reward - 0.5,
-            "response_tokens": 4,
-            "finish_reason": "stop",
-            "messages": [
-                {"role": "user", "content": "1+1? <b>"},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"function": {"name": "calc"}}],
-                },
-                {"role": "assistant", "content": f"*two*\n#### {index}"},
-            ],
-            "reference": "#### 2",
-        }
-        for index, reward in enumerate((0.5, 1.0, 0.0))
-    ]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calc"}}]}
+    row = {"prompt_id": "rows.jsonl:1", "response_tokens": 4, "finish_reason": "stop"}
+    row |= {"reference": "#### 2"}
+    rows = []
+    for index, reward in enumerate((0.5, 1.0, 0.0)):
+        said = {"role": "assistant", "content": f"*two*\n#### {index}"}
+        messages = [{"role": "user", "content": "1+1? <b>"}, call, said]
+        facts = {"sample_index": index, "reward": reward, "advantage": reward - 0.5}
+        rows.append({**row, **facts, "messages": messages})
     show_samples(shown, 1, rows)
     show_samples(shown, 2, [])
     shown.close()
@@ -315,9 +281,8 @@ def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
     again.close()
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0)]
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == expected
-    assert [
-        (event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")
-    ] == expected
+    curve = events(tmp_path).Scalars("reward/mean")
+    assert [(event.step, event.value) for event in curve] == expected
 
 
 def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
@@ -453,15 +418,21 @@ def test_a_stage_says_what_is_loaded_and_how_long_it_took(
     assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()) == text
 
 
-def test_a_log_file_gets_plain_lines() -> None:
-    stream = io.StringIO()
-    m = meter(stream=stream, log={"progress": True, "tensorboard": False})
+def shown_of_a_step(stream: io.StringIO, *, progress: bool = True) -> str:
+    """A header, a bar and a row."""
+    m = meter(stream=stream, log={"progress": progress, "tensorboard": False})
     m.console.header(["model   tiny [bold]", "replay  r3"])
     with m.progress(3, "generate") as tick:
+        tick(2)
         tick()
     m.add({"reward/mean": Mean(1.0, 2.0)})
     m.close_step(1)
-    assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.500\n"
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def test_a_log_file_gets_plain_lines() -> None:
+    expected = "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.500\n"
+    assert shown_of_a_step(stream := io.StringIO()) == stream.getvalue() == expected
 
 
 def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: Patch) -> None:
@@ -478,19 +449,12 @@ def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: Patch) ->
 
 
 def test_a_terminal_gets_a_frame_and_bars() -> None:
-    stream = Terminal()
-    m = meter(stream=stream, log={"progress": True, "tensorboard": False})
-    m.console.header(["replay  r3 [bold]"])
-    with m.progress(3, "generate") as tick:
-        tick(2)
-        tick()
-    m.add({"reward/mean": Mean(1.0, 2.0)})
-    m.close_step(1)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert "replay  r3 [bold]" in shown
+    shown = shown_of_a_step(Terminal())
+    assert "model   tiny [bold]" in shown
     assert "\u256d" in shown or "+" in shown  # the frame's corner
     assert "generate" in shown and "3/3" in shown
     assert "1/40  0.500" in shown
+    assert "generate" not in shown_of_a_step(Terminal(), progress=False)
 
 
 def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
@@ -500,23 +464,6 @@ def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
     inside = [line[2:-2].rstrip() for line in shown[1:-1]]
     assert len(inside) > 1 and inside[0].startswith("model      word word")
     assert all(line.startswith(" " * 11 + "word") for line in inside[1:])
-
-
-def test_bars_can_be_turned_off() -> None:
-    stream = Terminal()
-    with meter(stream=stream, log={"progress": False, "tensorboard": False}).progress(
-        3, "generate"
-    ) as tick:
-        tick()
-    assert stream.getvalue() == ""
-
-
-def test_progress_beats() -> None:
-    told: list[str] = []
-    m = meter(on_phase=told.append)
-    with m.phase("generate"), m.progress(2, "generate") as tick:
-        tick()
-    assert told == ["generate", "generate", "between phases"]
 
 
 # --- a full disk ------------------------------------------------------------------------------

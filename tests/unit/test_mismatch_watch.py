@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from r3.metrics import DEPTHS, Mean, Meter, mismatch
-from r3.runtime.mesh import Axis
 from r3.tools import MismatchWatch, growth
-from tests.tiny import tiny_config
-
-pytestmark = pytest.mark.unit
+from tests.tiny import ALONE, tiny_config
 
 
 def rows(deltas: Sequence[np.ndarray]) -> list[dict[str, float]]:
@@ -107,9 +104,7 @@ def test_growth_with_depth_is_said_after_three_rows(means: Sequence[float], grow
 
 def test_the_meter_says_it_on_the_console() -> None:
     stream = io.StringIO()
-    log = {"tensorboard": False}
-    config = tiny_config(train={"steps": 40}, log=log)
-    meter = Meter(None, Axis(name="world", group=None, rank=0, size=1), config, stream=stream)
+    meter = Meter(None, ALONE, tiny_config(train={"steps": 40}), stream=stream)
     for step, row in enumerate([*rows(steps(8)), *rows(steps(1, scale=1.0))], 1):
         meter.add({key: Mean(value, 1.0) for key, value in row.items()})
         meter.close_step(step)

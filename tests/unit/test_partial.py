@@ -23,14 +23,12 @@ from r3.partial import (
 )
 from r3.routing import admit
 from r3.run import CheckpointFiles, RunDir, RunState, damage_of, measure_durably, write_manifest
-from r3.runtime.mesh import Axis
 from r3.sync import send_samples
 from r3.tools import TrainedSample, join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample
-from tests.tiny import QUESTION, prompts_of_step, random_rollouts, tiny_config
+from tests.tiny import ALONE, QUESTION, prompts_of_step, random_rollouts, tiny_config
 
 SHAPE = ModelShape.read(tiny_config().model.path)
-ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
 def prompt(name: str) -> Prompt:
@@ -44,30 +42,21 @@ def rollout_of(
     group: int, sample_index: int, policy_version: int, *later: tuple[int, int]
 ) -> Rollout:
     (made,) = random_rollouts(SHAPE, (12,), group_size=1, seed=10 * group + sample_index)
-    return replace(
-        made,
-        prompt_id=f"random:{group}",
-        group=group,
-        sample_index=sample_index,
-        policy_version=policy_version,
-        segments=((0, policy_version), *later),
-    )
+    segments = ((0, policy_version), *later)
+    place = {"prompt_id": f"random:{group}", "group": group, "sample_index": sample_index}
+    return replace(made, **place, policy_version=policy_version, segments=segments)
 
 
 def suspended(
     group: int, sample_index: int, policy_version: int = 3, *later: tuple[int, int]
 ) -> source.SuspendedConversation:
+    turns: dict[str, Any] = dict(turns=2, turns_requested=3, last_turn=6, mid_turn=True)
+    origin = (policy_version + 1, group)
     return source.SuspendedConversation(
         prompt=PROMPTS[group],
         rollout=rollout_of(group, sample_index, policy_version, *later),
         progress=budgeted.Progress(
-            seed_origin=(policy_version + 1, group),
-            max_tokens_total=60,
-            turns=2,
-            turns_requested=3,
-            last_turn=6,
-            mid_turn=True,
-            pending_observation=(7, 8),
+            seed_origin=origin, max_tokens_total=60, pending_observation=(7, 8), **turns
         ),
         environment=b"\x80state",
     )
@@ -82,12 +71,8 @@ def partial_rollouts() -> PartialRollouts:
     )
 
 
-def same(one: PartialRollouts, other: PartialRollouts) -> bool:
-    """Compare bit for bit what a checkpoint holds."""
-    return held(one) == held(other)
-
-
 def held(partial: PartialRollouts) -> list[Any]:
+    """What a checkpoint holds, to be compared bit for bit."""
     finished = partial.finished
     rollouts = [each.rollout for each in (*partial.suspended, *finished)]
     return [
@@ -132,12 +117,12 @@ def test_renumbering_changes_only_group_numbers() -> None:
     assert finished.rollout.key == (0, 1, 0) and finished.parts == {"gsm8k": 0.1}
     origins = [each.progress.seed_origin for each in renumbered.suspended]
     assert origins == [(3, 1), (4, 3), (4, 3)], "random streams keep their names"
-    assert same(renumbered.renumbered({0: 1, 1: 3}), partial_rollouts())
+    assert held(renumbered.renumbered({0: 1, 1: 3})) == held(partial_rollouts())
 
 
 def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> None:
     again = restored(saved(tmp_path), 0, 1)
-    assert same(again, partial_rollouts())
+    assert held(again) == held(partial_rollouts())
     assert again.suspended[0].rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
 
 
@@ -162,7 +147,7 @@ def test_a_checkpoint_of_the_version_before_is_read(
         assert now in content
         content = content.replace(now, then)
     (tmp_path / "partial_rollouts_00000.bin").write_bytes(content)
-    assert same(restored(tmp_path, 0, 1), partial_rollouts())
+    assert held(restored(tmp_path, 0, 1)) == held(partial_rollouts())
 
 
 def test_another_number_of_engines_shares_out_all_groups(tmp_path: Path) -> None:
@@ -198,11 +183,7 @@ def test_prompts_are_taken_from_any_place_of_the_same_order() -> None:
 def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     grown = rollout_of(0, 0, 2, (8, 3))  # 12 tokens, the first 4 of them the prompt
     assert grown.policy_versions == (2, 3)
-    assert [num_stale_tokens(grown, policy_version) for policy_version in (2, 3, 4)] == [
-        0,
-        4,
-        8,
-    ]
+    assert [num_stale_tokens(grown, version) for version in (2, 3, 4)] == [0, 4, 8]
     plain = replace(grown, segments=())
     assert plain.policy_versions == (2,) and [num_stale_tokens(plain, v) for v in (2, 3)] == [0, 8]
     arrived = send_samples([Sample(rollout=grown)], {grown.key: [0]}, ALONE)[grown.key]
@@ -228,11 +209,8 @@ def test_the_ledger_admits_a_range_of_versions_and_nothing_older() -> None:
 
 def test_micro_batches_mark_sequences_of_older_versions() -> None:
     rollouts = [rollout_of(0, 0, 2, (8, 3)), rollout_of(1, 0, 3)]
-    sizes = {
-        "num_experts": SHAPE.num_experts,
-        "num_layers": len(SHAPE.moe_layers),
-        "topk": SHAPE.topk,
-    }
+    sizes = {"num_layers": len(SHAPE.moe_layers), "topk": SHAPE.topk}
+    sizes["num_experts"] = SHAPE.num_experts
     marked = pack(rollouts, [0, 1], multiple=32, policy_version=3, **sizes)
     assert marked.current_N.tolist() == [False] * 12 + [True] * 20
     assert pack(rollouts, [0, 1], **sizes).current_N.all()

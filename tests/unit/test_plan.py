@@ -93,15 +93,16 @@ def test_output_layer_by_hand() -> None:
     # Qwen3-30B-A3B: hidden 2048, vocabulary 151936, bfloat16, 8192 tokens of which 1024 have logits
     # at a time.
     logits, weight, hidden = 1024 * 151_936, 2048 * 151_936, 8192 * 2 * 2048
-    assert plan.head_bytes(BIG, BIG_SHAPE) == logits * 6 + weight * 6 + hidden
-    exact = with_values(BIG, {"model.fp32_head": True})
-    assert plan.head_bytes(exact, BIG_SHAPE) == logits * 4 + weight * 8 + hidden + weight * 4
-    whole = with_values(BIG, {"train.logprob_chunk_tokens": 0})
-    assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 4 + weight * 6 + hidden
-    cut = with_values(BIG, {"parallel.tp": 2, "parallel.cp": 2})
-    assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
-    bonus = with_values(BIG, {"algo.entropy_coef": 0.001})
-    assert plan.head_bytes(bonus, BIG_SHAPE) == logits * 8 + weight * 6 + hidden
+
+    def head(**values: Any) -> float:
+        changed = {name.replace("_", ".", 1): value for name, value in values.items()}
+        return plan.head_bytes(with_values(BIG, changed), BIG_SHAPE)
+
+    assert head() == logits * 6 + weight * 6 + hidden
+    assert head(model_fp32_head=True) == logits * 4 + weight * 8 + hidden + weight * 4
+    assert head(train_logprob_chunk_tokens=0) == 8 * logits * 4 + weight * 6 + hidden
+    assert head(parallel_tp=2, parallel_cp=2) == (logits * 6 + weight * 6 + hidden) / 2
+    assert head(algo_entropy_coef=0.001) == logits * 8 + weight * 6 + hidden
     seen = plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"]
     assert seen == plan.head_bytes(BIG, BIG_SHAPE)
 
@@ -226,12 +227,6 @@ def test_kv_cache_demand_by_hand() -> None:
     assert plan.kv_cache_demand(few, TINY_SHAPE, 2) == 8 * 512 * (2 * 4 * 2 * 32) * 4
 
 
-def test_the_whole_config_comes_last() -> None:
-    text = describe(TINY, TINY_SHAPE, 4)
-    titles = [line for line in text.splitlines() if line[:1] > " "]
-    assert titles[0] == "model" and titles[-1] == "config"
-
-
 def test_layouts_with_the_same_figures_are_one_choice() -> None:
     fits, text = plan_for(BIG, BIG_SHAPE, 8, 141)
     entries = [part.split("\n", 1) for part in text.split("\n\n")[1:]]
@@ -247,13 +242,10 @@ def columns_of(text: str, names: str) -> list[str]:
     return [" ".join(row[head.index(name)] for name in names.split()) for row in rows]
 
 
-def test_the_layout_follows_megatron_order() -> None:
+def test_the_layout_of_every_axis_follows_megatron_order() -> None:
     text = describe(TINY, TINY_SHAPE, 4)
     expected = [*("0 0 0 0 0..3", "1 1 1 0 4..7", "2 2 0 0 0..3", "3 3 1 0 4..7")]
     assert columns_of(text, "rank dp ep tp experts") == expected
-
-
-def test_the_layout_of_every_axis_follows_megatron_order() -> None:
     axes = ("tp", "pp", "ep", "engine_tp")
     config = with_values(TINY, {f"parallel.{axis}": 2 for axis in axes})
     text = describe(config, TINY_SHAPE, 8)
@@ -275,11 +267,9 @@ def test_uneven_and_interleaved_stages_have_the_layers_they_are_given() -> None:
 
 
 def test_memory_is_that_of_the_fullest_stage() -> None:
+    stages = with_values(TINY, {"parallel.pp": 2, "parallel.ep": 1})
     even, uneven = (
-        plan.params_per_rank(
-            with_values(TINY, {"parallel.pp": 2, "parallel.ep": 1, "parallel.pp_layers": sizes}),
-            TINY_SHAPE,
-        )
+        plan.params_per_rank(with_values(stages, {"parallel.pp_layers": sizes}), TINY_SHAPE)
         for sizes in ((), (1, 3))
     )
     assert even[1] == TINY_SHAPE.num_expert_params // 2
@@ -310,14 +300,13 @@ def test_the_batch_plan() -> None:
 )
 def test_a_planned_config_can_be_read(config: Config, shape: ModelShape, world_size: int) -> None:
     text = describe(config, shape, world_size)
-    block = text.rpartition("\n\nconfig\n")[2]
+    block = text.rpartition("\n\nconfig\n")[2]  # it comes last
     assert from_yaml("\n".join(line[2:] for line in block.splitlines())) == config
 
 
 def test_a_dense_plan_has_neither_experts_nor_routes() -> None:
     text = describe(PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 1)
-    assert "596.05 M parameters, 28 layers, dense" in text
-    assert "routes " not in text
+    assert "596.05 M parameters, 28 layers, dense" in text and "routes " not in text
 
 
 # ---- verdict and search

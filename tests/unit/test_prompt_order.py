@@ -55,21 +55,16 @@ def test_rows_tokenised_together_get_the_tokens_of_each(tokenizer: Any, tmp_path
     prompts = load_prompts(path, tokenizer, **options).prompts
     assert [prompt.id for prompt in prompts] == [f"rows.jsonl:{n + 1}" for n in range(600)]
     for row, prompt in zip(rows, prompts, strict=True):
-        alone = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}],
-            tools=row.get("tools"),
-            add_generation_prompt=True,
-            return_dict=True,
-        )["input_ids"]
+        message = {"role": "user", "content": row["question"]}
+        shown = {"tools": row.get("tools"), "add_generation_prompt": True, "return_dict": True}
+        alone = tokenizer.apply_chat_template([message], **shown)["input_ids"]
         assert prompt.tokens_T == tuple(alone), prompt.id
 
 
 def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_path: Path) -> None:
     refusing = copy.deepcopy(tokenizer)
-    refusing.chat_template = (
-        "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
-        + tokenizer.chat_template
-    )
+    refuses = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    refusing.chat_template = refuses + tokenizer.chat_template
     texts = ["a", "b", "no", "c", "d", "no", "e"]
     lines = [json.dumps({"question": text, "answer": ""}) for text in texts]
     with pytest.raises(DataError) as caught:
@@ -150,9 +145,8 @@ def walk(dataset: Dataset, *, seed: int, steps: int, count: int) -> list[str]:
     return [each for step in range(steps) for each in of(step)]
 
 
-@pytest.mark.parametrize(
-    "count", [1, 3, 7, 10, 23]
-)  # divides, does not divide, equals and exceeds the 10 rows
+# Divides, does not divide, equals and exceeds the 10 rows.
+@pytest.mark.parametrize("count", [1, 3, 7, 10, 23])
 def test_each_epoch_is_a_permutation(count: int) -> None:
     dataset = numbered(10)
     order = walk(dataset, seed=1, steps=30, count=count)

@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from r3 import assets
-from r3.config import ConfigError, from_yaml
+from r3.config import Config, ConfigError, from_yaml
 from r3.models import read_small_files
 from r3.rollout import read_task
 from r3.run import (
@@ -28,13 +29,21 @@ from r3.run import (
     open_run,
     step_folders,
 )
-from r3.runtime.mesh import Axis
 from r3.tools.beside.digests import digests_of
 from tests.errors import Patch
 from tests.run_folder import publish
-from tests.tiny import tiny_config
+from tests.tiny import ALONE, edit_json, tiny_config
 
 REWARD = "def right(response, prompt):\n    return 1.0\n"
+
+
+def started(run_dir: RunDir, config: Config | None = None, **options: Any) -> Opened:
+    """Start or resume a run; the lock is released."""
+    config = config or tiny_config(train={"steps": 9})
+    start = open_run(run_dir, config, **{"writes": True} | options)
+    if start.lock is not None:
+        start.lock.release()
+    return start
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Place:
     def start(
         self, *allowed: str, writes: bool = True, only: bool = False, **sections: dict[str, Any]
     ) -> Opened:
-        """Start or resume the run; the lock is released."""
+        """Start or resume the run."""
         config = tiny_config(
             self.root / "model",
             data={"path": (str(self.root / "rows.jsonl"),)},
@@ -59,13 +68,8 @@ class Place:
         )
         with_task = read_task(config)
         digests = partial(digests_of, config, with_task, read_small_files(config.model.path))
-        try:
-            start = open_run(RunDir(self.root / "run"), config, writes=writes, digests=digests)
-        finally:
-            with_task.close()
-        if start.lock is not None:
-            start.lock.release()
-        return start
+        with closing(with_task):
+            return started(RunDir(self.root / "run"), config, writes=writes, digests=digests)
 
     def save(self, step: int) -> None:
         """A checkpoint, as far as `open_run` looks at it."""
@@ -90,15 +94,11 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def retrained(folder: Path) -> None:
+def retrained(root: Path, model: str = "model") -> None:
     """Other weights of the same shapes."""
-    tensors = load_file(folder / "model.safetensors")
-    changed = {name: tensor + 0.01 * torch.ones_like(tensor) for name, tensor in tensors.items()}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    file = root / model / "model.safetensors"
+    changed = {name: tensor + 0.01 for name, tensor in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
 
 
 def swap_rows(root: Path) -> None:
@@ -111,8 +111,8 @@ def append_row(root: Path) -> None:
         file.write('{"question": "3+4?", "answer": "#### 7"}\n')
 
 
-def end_of_turn(root: Path) -> None:
-    edit_json(root / "model" / "generation_config.json", eos_token_id=[2, 0])
+def edits(file: str, **values: Any) -> Callable[[Path], object]:
+    return lambda root: edit_json(root / file, **values)
 
 
 def template(root: Path) -> None:
@@ -125,35 +125,32 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "rows in another order": (swap_rows, "the rows changed since .*allow_changed data$"),
     "template": (template, "model.path .* the chat template changed .*allow_changed template$"),
     "tokenizer": (
-        lambda root: edit_json(root / "model" / "tokenizer_config.json", add_prefix_space=True),
+        edits("model/tokenizer_config.json", add_prefix_space=True),
         "the tokenizer changed since .*allow_changed tokenizer$",
     ),
-    "weights": (
-        lambda root: retrained(root / "model"),
-        "the starting model's weights changed since .*allow_changed weights$",
+    "weights": (retrained, "the starting model's weights changed .*allow_changed weights$"),
+    "end of a turn": (
+        edits("model/generation_config.json", eos_token_id=[2, 0]),
+        "the model's end tokens changed since",
     ),
-    "end of a turn": (end_of_turn, "the model's end tokens changed since"),
     "config.json": (
-        lambda root: edit_json(root / "model" / "config.json", rms_norm_eps=1e-5),
+        edits("model/config.json", rms_norm_eps=1e-5),
         "the model's config.json changed since",
     ),
     "teacher": (
-        lambda root: retrained(root / "teacher"),
+        lambda root: retrained(root, "teacher"),
         "algo.teacher .* the teacher .*/teacher changed since .*allow_changed teacher$",
     ),
     "adapter": (
-        lambda root: edit_json(root / "adapter" / "adapter_config.json", lora_alpha=16),
+        edits("adapter/adapter_config.json", lora_alpha=16),
         "lora.start .* the adapter .*/adapter changed since .*allow_changed adapter$",
     ),
 }
 
 
-def digests(place: Place) -> dict[str, dict[str, str]]:
+def digests(place: Place) -> Any:
     """Those of the last start."""
-    found: dict[str, dict[str, str]] = json.loads((place.root / "run" / "run.json").read_text())[
-        "digests"
-    ]
-    return found
+    return json.loads((place.root / "run" / "run.json").read_text())["digests"]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -180,7 +177,7 @@ def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
     template(place.root)
     start = place.start(writes=False, only=True)
     assert start.notes[1:] == ("changed since the last start: the chat template",)
-    retrained(place.root / "model")
+    retrained(place.root)
     with pytest.raises(ConfigError, match="config: 3 problems") as refused:
         place.start("teacher")
     assert str(refused.value).count("allow_changed teacher data template weights") == 3
@@ -220,7 +217,7 @@ def test_digests_in_a_file_of_their_own_are_compared_and_taken_over(place: Place
     run, before = place.root / "run", digests(place)
     (run / "sources.json").write_text(json.dumps(before))
     edit_json(run / "run.json", digests=None)
-    retrained(place.root / "model")
+    retrained(place.root)
     with pytest.raises(ConfigError, match="the starting model's weights changed"):
         place.start()
     place.start("weights")
@@ -244,9 +241,8 @@ def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
     run, copy, moved = (RunDir(tmp_path / name) for name in ("run", "copy", "moved"))
 
     def tracker_of(run_dir: RunDir, *, notes: int) -> str:
-        opened = open_run(run_dir, tiny_config(), writes=True)
-        assert opened.lock and opened.state and len(opened.notes) == notes
-        opened.lock.release()
+        opened = started(run_dir)
+        assert opened.state and len(opened.notes) == notes
         written = RunState.read(run_dir.path)
         assert written and written.tracker_id == opened.state.tracker_id
         return opened.state.tracker_id
@@ -282,14 +278,13 @@ def saved(run_dir: RunDir, step: int, state: RunState | None = None) -> Path:
 
 def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path) -> None:
     """One that kept its name would count as the newest, and `checkpoint.keep` delete later ones."""
-    run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
-
+    run_dir = RunDir(tmp_path)
     first = saved(run_dir, 1)
     for _ in range(2):
         damaged = saved(run_dir, 2)
         (damaged / "manifest.json").unlink()
         opened = Opened(checkpoint=damaged, step=2)
-        opened = newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
+        opened = newest_whole(opened, run_dir, tiny_config(), ALONE, writes=True)
         assert (opened.checkpoint, opened.step) == (first, 1)
         assert step_folders(run_dir.checkpoints) == [(1, first)]
     assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
@@ -297,14 +292,10 @@ def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path)
 
 def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
     """Removed in mid-run, and before a start: all checkpoints stay those of the run."""
-    run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
-    file = tmp_path / "run.json"
+    run_dir, file = RunDir(tmp_path), tmp_path / "run.json"
 
     def start() -> Opened:
-        opened = open_run(run_dir, tiny_config(train={"steps": 9}), writes=True)
-        assert opened.lock is not None
-        opened.lock.release()
-        return newest_whole(opened, run_dir, tiny_config(), alone, writes=True)
+        return newest_whole(started(run_dir), run_dir, tiny_config(), ALONE, writes=True)
 
     own = start().state
     assert own is not None
@@ -371,8 +362,7 @@ def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
         run_dir.hf(step).mkdir(parents=True)
     (run_dir.hf(2) / "r3.json").write_text("{}")
     _, note = place.start().notes  # from the checkpoint of step 1: step 2 is made again
-    assert note.endswith("hf/step_000002 is of the attempt that is given up: renamed to "
-                         "abandoned_step_000002")  # fmt: skip
+    assert note.endswith("is given up: renamed to abandoned_step_000002")
     assert run_dir.hf(1).exists() and not run_dir.hf(2).exists()
     assert (run_dir.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
 
@@ -382,9 +372,7 @@ def test_a_checkpoint_that_was_never_complete_is_none(place: Place) -> None:
     run_dir.checkpoint(1).rename(run_dir.checkpoints / ".step_000001.partial")
     (run_dir.checkpoints / "latest").symlink_to("step_000001")
     start = place.start()
-    assert (
-        start.checkpoint is None and "has an unfinished run without a checkpoint" in start.notes[0]
-    )
+    assert start.checkpoint is None and "unfinished run without a checkpoint" in start.notes[0]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["latest"]
 
 
@@ -399,18 +387,11 @@ def test_an_unfinished_run_without_a_checkpoint_is_set_aside_and_said(place: Pla
 
 def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:
     """Start a run, report steps up to `reaches`, save the state after step `saves`."""
-    start = open_run(RunDir(folder), tiny_config(train={"steps": 9}), writes=True)
-    assert start.lock is not None
+    start = started(RunDir(folder))
     for step in range(start.step + 1, reaches + 1):
         RunDir(folder).append_metrics({"step": step})
     if saves:
         (folder / "checkpoints" / f"step_{saves:06d}").mkdir(parents=True, exist_ok=True)
-    start.lock.release()
-
-
-@pytest.fixture
-def by_launcher(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
 
 def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -419,9 +400,8 @@ def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: Patch) ->
     attempt(tmp_path, reaches=2)  # step 3 fails again
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "first_failure").write_text("RewardError on rank 0: broken\n  more\n")
-    with pytest.raises(
-        ResumeError, match=r"step 3 failed twice(.|\n)*RewardError on rank 0: broken\n"
-    ):
+    twice = r"step 3 failed twice(.|\n)*RewardError on rank 0: broken\n"
+    with pytest.raises(ResumeError, match=twice):
         attempt(tmp_path, reaches=2)
     with pytest.raises(ResumeError, match="step 3 failed 3 times"):
         attempt(tmp_path, reaches=2)
@@ -433,8 +413,8 @@ def test_step_that_fails_twice_ends_a_run(tmp_path: Path, monkeypatch: Patch) ->
     assert json.loads((tmp_path / "run.json").read_text())["failures"] == 1
 
 
-@pytest.mark.usefixtures("by_launcher")
-def test_steps_that_are_never_saved_are_no_progress(tmp_path: Path) -> None:
+def test_steps_that_are_never_saved_are_no_progress(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for reached in (5, 3):  # both attempts begin with step 1
         attempt(tmp_path, reaches=reached)
     with pytest.raises(ResumeError, match="automatic restarts in a row ended before a checkpoint"):
@@ -445,16 +425,13 @@ def test_steps_that_are_never_saved_are_no_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("{", "metrics.jsonl:2: not a JSON object"),
-        ("[1]", "metrics.jsonl:2: not a JSON object"),
-        ("[" * 100_000, "metrics.jsonl:2: not a JSON object"),
-        ('{"reward/mean": 1}', "a row has no step"),
-        ('{"step": "two"}', "a row has no step"),
+        *((text, "metrics.jsonl:2: not a JSON object") for text in ("{", "[1]", "[" * 100_000)),
+        *((text, "a row has no step") for text in ('{"reward/mean": 1}', '{"step": "two"}')),
     ],
 )
 def test_a_bad_middle_row_is_one_message(line: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ResumeError, match=text):
-        open_run(RunDir(tmp_path), tiny_config(), writes=True)
+        started(RunDir(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -15,7 +15,7 @@ from r3.routing import check_routes
 from r3.runtime.mesh import Axis
 from r3.tools import constant_layers
 from r3.types import Rollout, RouteError
-from tests.tiny import random_rollouts
+from tests.tiny import ALONE, random_rollouts
 
 TOKENS = 100
 EXPERTS, TOPK = 8, 2
@@ -77,7 +77,7 @@ def test_dense_slots_taken_for_moe_layers_are_noticed() -> None:
 
 
 def _set(routes: np.ndarray, where: tuple[int, int], row: tuple[int, ...]) -> np.ndarray:
-    changed = routes.copy()
+    changed = routes.astype(np.int16)
     changed[where] = row
     return changed
 
@@ -91,40 +91,25 @@ def _constant(routes: np.ndarray, layer: int) -> np.ndarray:
 
 FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
     "none": (lambda routes: None, "returned no routes for positions 0..98 in all 3 MoE layers"),
-    "a row too few": (
-        lambda routes: routes[:-1],
-        "need 99 rows of routes, got shape \\(98, 3, 2\\)",
-    ),
+    "a row too few": (lambda routes: routes[:-1], r"need 99 rows of .*, got shape \(98, 3, 2\)"),
     "a row too many": (lambda routes: np.concatenate([routes, routes[-1:]]), "need 99 rows"),
-    "no layer axis": (lambda routes: routes[:, 0], "need 99 rows of routes, got shape \\(99, 2\\)"),
-    "a layer missing": (
-        lambda routes: routes[:, :2],
-        "routes of 2 layers; the model has 5 layers, 3 of them MoE",
-    ),
-    "a layer too many": (
-        lambda routes: np.concatenate([routes, routes[:, :1]], axis=1),
-        "routes of 4 layers",
-    ),
+    "no layer axis": (lambda routes: routes[:, 0], r"need 99 rows of .*, got shape \(99, 2\)"),
+    "a layer missing": (lambda routes: routes[:, :2], "routes of 2 layers; .* 5 layers, 3 of them"),
+    "a layer too many": (lambda routes: routes[:, [0, 1, 2, 0]], "routes of 4 layers"),
     "an expert too few": (lambda routes: routes[..., :1], "1 experts per token, the model has 2"),
-    "an expert too many": (
-        lambda routes: np.concatenate([routes, routes + 8], -1),
-        "4 experts per token",
-    ),
+    "an expert too many": (lambda routes: routes[..., [0, 1, 0, 1]], "4 experts per token"),
     "beyond the last expert": (
         lambda routes: _set(routes, (41, 1), (3, EXPERTS)),
-        "position 41, layer 2: experts \\[3, 8\\] are not all in 0..7",
+        r"position 41, layer 2: experts \[3, 8\] are not all in 0..7",
     ),
     "below the first expert": (
-        lambda routes: _set(routes.astype(np.int16), (7, 2), (-1, 3)),
-        "position 7, layer 4: experts \\[-1, 3\\] are not all",
+        lambda routes: _set(routes, (7, 2), (-1, 3)),
+        r"position 7, layer 4: experts \[-1, 3\] are not all",
     ),
-    "all missing, as -1": (
-        lambda routes: np.full_like(routes, -1, dtype=np.int16),
-        "not all in 0..7",
-    ),
+    "all missing, as -1": (lambda routes: np.full(routes.shape, -1, np.int16), "not all in 0..7"),
     "an expert twice": (
         lambda routes: _set(routes, (63, 0), (6, 6)),
-        "position 63, layer 1: experts \\[6, 6\\] repeat",
+        r"position 63, layer 1: experts \[6, 6\] repeat",
     ),
     "all zeros": (np.zeros_like, "experts \\[0, 0\\] repeat"),
 }
@@ -174,9 +159,6 @@ def test_legal_routes_of_a_layer_that_hardly_chooses_are_trained_on() -> None:
     """transformers sends all 63 tokens of a prompt to two experts, too, in random Mixtrals."""
     routes = _constant(routes_of(len(MOE_LAYERS)), 1)
     np.testing.assert_array_equal(check(routes), routes)
-
-
-ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
 def rollouts_with(*routes: np.ndarray) -> list[Rollout]:

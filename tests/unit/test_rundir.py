@@ -4,12 +4,13 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from r3.run import (
 )
 from r3.tools import TrainedSample, read_rollouts, write_rollouts
 from r3.types import Prompt, Rollout, SamplingMask
+from tests.runs import program
 from tests.settings import changed
 from tests.tiny import coded_rollout
 
@@ -45,13 +47,12 @@ def files(folder: Path) -> list[str]:
 
 
 def scored(
-    rollouts: list[Rollout],
-    rewards: tuple[float, ...] | list[float] = (0.0,),
-    advantages: tuple[float, ...] | list[float] = (0.0,),
+    rollouts: Sequence[Rollout], rewards: Sequence[float] = (), advantages: Sequence[float] = ()
 ) -> list[TrainedSample]:
+    values = zip_longest(rollouts, rewards, advantages, fillvalue=0.0)
     return [
-        TrainedSample(rollout=rollout, reward=reward, shaped_reward=0.0, advantage=advantage)
-        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
+        TrainedSample(rollout=one, reward=reward, shaped_reward=0.0, advantage=advantage)
+        for one, reward, advantage in values
     ]
 
 
@@ -69,9 +70,8 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
     written = [rollout(0, 7, response="3+4=7\n#### 7"), rollout(1, 3)]
     written.append(rollout(2, 11, response="\u00fc \u2028 \ud800"))
     sets = np.array([0, 0, 2, 1, 0, 0, 3], np.int32), np.arange(6, dtype=np.int32)
-    written[0] = replace(
-        written[0], sampling_mask=SamplingMask(counts_T=sets[0], token_ids=sets[1])
-    )
+    mask = SamplingMask(counts_T=sets[0], token_ids=sets[1])
+    written[0] = replace(written[0], sampling_mask=mask)
     path = dump(tmp_path, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0]))
     assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
     read, rewards, advantages = read_rollouts(path)
@@ -84,9 +84,9 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
         for name in ("tokens_T", "loss_mask_T", "logprobs_T", "routed_experts"):
             assert getattr(before, name).dtype == getattr(after, name).dtype
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
-    mask = read[0].sampling_mask
-    assert read[1].sampling_mask is None and mask is not None
-    for array, wanted in zip((mask.counts_T, mask.token_ids), sets, strict=True):
+    again = read[0].sampling_mask
+    assert read[1].sampling_mask is None and again is not None
+    for array, wanted in zip((again.counts_T, again.token_ids), sets, strict=True):
         np.testing.assert_array_equal(array, wanted, strict=True)
     row = read_jsonl(path)[0]
     assert (row["tokens"], row["response_tokens"]) == (7, 5)
@@ -103,17 +103,11 @@ PROMPT = Prompt(
 def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calc"}}]}
     said = (*PROMPT.messages, call, {"role": "tool", "content": "7"})
-    written = [
-        rollout(0, 7, response="7"),
-        replace(
-            rollout(1, 7, response="7"),
-            messages=said,
-            turn_rewards=(None, 0.1),
-            metrics={"env/share": 0.1},
-        ),
-        replace(rollout(2, 7, response="7"), prompt_id="rows.jsonl:9"),
-    ]
-    item = scored(written, [1.0] * 3, [0.5] * 3)
+    written = [rollout(index, 7, response="7") for index in range(3)]
+    more: dict[str, Any] = {"turn_rewards": (None, 0.1), "metrics": {"env/share": 0.1}}
+    written[1] = replace(written[1], messages=said, **more)
+    written[2] = replace(written[2], prompt_id="rows.jsonl:9")
+    item = scored(written)
     item[0] = replace(item[0], parts={"gsm8k": 1.0})
     path = dump(tmp_path, item, {PROMPT.id: PROMPT})
     single, several, unknown = read_jsonl(path)
@@ -128,22 +122,11 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     assert several["metrics"] == again.metrics == {"env/share": 0.1}
 
 
-def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
-    dense = replace(rollout(0, 4), routed_experts=np.zeros((3, 0, 0), np.int8))
-    path = dump(tmp_path, scored([dense]))
-    assert read_rollouts(path)[0][0].routed_experts.shape == (3, 0, 0)
-
-
-def test_a_dump_of_no_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least one rollout"):
-        write_rollouts(RunDir(tmp_path), 1, [])
-    assert files(tmp_path) == []
-
-
 def test_a_dump_that_fails_leaves_nothing(tmp_path: Path) -> None:
     unwritable = replace(rollout(0, 4), response=object())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_rollouts(RunDir(tmp_path), 1, scored([unwritable]))
+    for items, said in (([], "at least one rollout"), ([unwritable], "not JSON serializable")):
+        with pytest.raises((ValueError, TypeError), match=said):
+            write_rollouts(RunDir(tmp_path), 1, scored(items))
     assert files(tmp_path) == []
 
 
@@ -172,12 +155,10 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_of_a_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_text(path, "old")
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom r3.run.folder import replacing\n"
-        "with replacing(Path(sys.argv[1])) as temporary:\n"
-        "    temporary.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == -9
+    text = "import os, sys\nfrom pathlib import Path\nfrom r3.run.folder import replacing\n"
+    text += "with replacing(Path(sys.argv[1])) as temporary:\n"
+    text += "    temporary.write_text('half')\n    os.kill(os.getpid(), 9)\n"
+    assert program(sys.executable, "-c", text, path).returncode == -9
     assert path.read_text() == "old"
 
 
@@ -201,8 +182,7 @@ def test_a_torn_last_line_is_left_out_and_said(torn: bytes, tmp_path: Path) -> N
 
 
 def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n{"step": 1}')
+    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read_metrics(path) == [{"step": 0}, {"step": 1}]
@@ -259,11 +239,12 @@ def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: 
         read_metrics(tmp_path)
 
 
-def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path) -> None:
-    routes = np.asfortranarray(np.arange(4 * 3 * 2, dtype=np.int8).reshape(4, 3, 2))
+@pytest.mark.parametrize("layers", [3, 0], ids=["another memory order", "dense"])
+def test_routes_of_any_form_are_written_as_they_read(layers: int, tmp_path: Path) -> None:
+    routes = np.asfortranarray(np.arange(4 * layers * 2, dtype=np.int8).reshape(4, layers, 2))
     odd = replace(rollout(0, 5), routed_experts=routes)
     (again,), _, _ = read_rollouts(dump(tmp_path, scored([odd])))
-    assert np.array_equal(again.routed_experts, routes)
+    np.testing.assert_array_equal(again.routed_experts, routes, strict=True)
 
 
 def test_an_export_finds_a_relative_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

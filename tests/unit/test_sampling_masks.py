@@ -24,6 +24,7 @@ def mask_of(sets: list[list[int]]) -> SamplingMask:
 
 
 SETS: list[list[int]] = [[], [], [12, 3], [13], [1, 14, 7]]
+CUT = replace(mask_of(SETS), token_ids=np.zeros(5, np.int32))
 RIGHT = replace(coded_rollout([10, 11, 12, 13, 14], 3), sampling_mask=mask_of(SETS))
 
 
@@ -66,10 +67,7 @@ def with_sets(sets: list[list[int]]) -> Rollout:
         (with_sets([[], [], [13], [1, 14, 7], [9]]), r"token 2, sampled, .* 12, it kept 1: \[13\]"),
         (with_sets([[], [], [12], [], [14]]), r"token 3, sampled, .* it kept 0: \[\]"),
         (with_sets([[], [], [12, 12], [13], [14]]), "token 2, sampled"),
-        (
-            replace(RIGHT, sampling_mask=replace(mask_of(SETS), token_ids=np.zeros(5, np.int32))),
-            "counts 6 tokens and has 5",
-        ),
+        (replace(RIGHT, sampling_mask=CUT), "counts 6 tokens and has 5"),
     ],
 )
 def test_masks_of_other_tokens_are_refused(rollout: Rollout, fault: str) -> None:
@@ -87,20 +85,14 @@ def test_a_conversation_keeps_its_masks_when_it_is_resumed() -> None:
     spec = CaptureSpec(policy_version=0, captures=False, on_missing="error", shape=shape)
 
     def said(tokens: list[int], kept: list[list[int]]) -> Sampled:
-        return Sampled(
-            key=0,
-            tokens_T=tokens,
-            logprobs_T=[-1.0] * len(tokens),
-            routed_experts=None,
-            first_row=0,
-            finish_reason="stop",
-            kept=[np.array(each, np.int32) for each in kept],
-        )
+        facts: dict[str, Any] = dict(routed_experts=None, first_row=0, finish_reason="stop")
+        facts |= {"logprobs_T": [-1.0] * len(tokens)}
+        sets = [np.array(each, np.int32) for each in kept]
+        return Sampled(key=0, tokens_T=tokens, kept=sets, **facts)
 
     def rollout(transcript: Transcript) -> Rollout:
-        return transcript.rollout(
-            QUESTION, group=0, sample_index=0, finish_reason="stop", response=""
-        )
+        facts: dict[str, Any] = dict(group=0, sample_index=0, finish_reason="stop", response="")
+        return transcript.rollout(QUESTION, **facts)
 
     def go_on(transcript: Transcript) -> Rollout:
         transcript.observe([8, 9])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import socket
 import sys
@@ -12,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from r3 import assets
@@ -27,7 +26,8 @@ from r3.run import RunDir
 from r3.runtime import importing
 from r3.runtime.device import writable_caches
 from r3.tools.beside.result import closing, result
-from tests.errors import Patch
+from tests.errors import NOTHING, Patch, message_of
+from tests.rows import parquet, write
 from tests.runs import program
 from tests.settings import changed
 from tests.tiny import prompts_of_step, random_rollouts, tiny_config
@@ -39,9 +39,8 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     exactly.
     """
     rows = [json.loads(line) for line in assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:14]]
-    (tmp_path / "ten.jsonl").write_text("\n".join(map(json.dumps, [*rows[:10], rows[0]])))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[10:]), tmp_path / "four.parquet")
-    settings: dict[str, Any] = {"data.path": [f"{tmp_path}/ten.jsonl", f"{tmp_path}/four.parquet"]}
+    ten = write(tmp_path, *map(json.dumps, [*rows[:10], rows[0]]))
+    settings: dict[str, Any] = {"data.path": [str(ten), parquet(tmp_path, rows[10:])]}
     settings |= {"data.weights": [1, 1], "data.drop_duplicates": True}
     settings |= {"eval.path": [str(assets.WORD_PROBLEMS_EVAL)] * 2, "eval.name": ["short", "long"]}
     settings |= {"eval.max_prompts": [3, 5], "eval.max_tokens": [0, 300]}
@@ -77,10 +76,10 @@ def test_rows_of_each_environment_are_read_its_own_way(tmp_path: Path) -> None:
 
 def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     task = read_task(changed(settings, tiny_config()))
-    assert task.prompts.read == (("ten.jsonl", 10), ("four.parquet", 4))
+    assert task.prompts.read == (("rows.jsonl", 10), ("rows.parquet", 4))
     assert task.prompts.dropped_duplicates == 1
     drawn = prompts_of_step(task.prompts, seed=0, step=0, count=8)
-    assert sum(prompt.id.startswith("four.parquet:") for prompt in drawn) == 4
+    assert sum(prompt.id.startswith("rows.parquet:") for prompt in drawn) == 4
 
     short, long = task.heldout
     sizes = {each.settings.name: len(each.prompts) for each in task.heldout}
@@ -95,9 +94,8 @@ def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
 def test_held_out_questions_are_never_dropped(settings: dict[str, Any], tmp_path: Path) -> None:
     long = {"question": "Tom has eggs. " * 200, "answer": "#### 1"}
     (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    settings = {name: value for name, value in settings.items() if "eval." not in name}
     settings |= {"data.on_too_long": "drop", "eval.path": [str(tmp_path / "long.jsonl")]}
-    settings |= {"eval.name": ["long"], "eval.function": [], "eval.max_prompts": [0]}
-    settings["eval.max_tokens"] = [0]
     with pytest.raises(DataError, match="longer than 488 tokens") as error:
         read_task(with_values(tiny_config(), settings))
     assert "--eval.max_tokens" in str(error.value) and "on_too_long" not in str(error.value)
@@ -122,6 +120,13 @@ class Limited:
 """
 
 
+def config_of(folder: Path, rows: list[Any], code: str = "", **sections: Any) -> Config:
+    """A config of these rows alone, and of `mine.py` beside them."""
+    (folder / "mine.py").write_text(code)
+    path = str(write(folder, *map(json.dumps, rows)))
+    return tiny_config(**{"data": {"path": (path,)}, "eval": {"path": ()}} | sections)
+
+
 def checked(config: Config) -> str:
     """What `--check` says of a task."""
     with closing_task(read_task(config)) as task:
@@ -130,15 +135,11 @@ def checked(config: Config) -> str:
 
 def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) -> None:
     function = "def high(response, prompt):\n    return int(response.split()[-1]) > 50\n"
-    (tmp_path / "own.py").write_text(function)
-    rows = tmp_path / "rows.jsonl"
+    reward = {"function": (f"{tmp_path}/mine.py:high",)}
 
     def said(*answers: str) -> str:
-        lines = (json.dumps({"question": "?", "answer": answer}) for answer in answers)
-        rows.write_text("\n".join(lines))
-        settings: dict[str, Any] = {"data.path": (str(rows),), "eval.path": ()}
-        settings |= {"reward.function": (f"{tmp_path}/own.py:high",)}
-        return checked(with_values(tiny_config(), settings))
+        rows = [{"question": "?", "answer": answer} for answer in answers]
+        return checked(config_of(tmp_path, rows, function, reward=reward))
 
     warning = "warning: the reference answers of the first 2 rows are worth 0 at most. high may not"
     assert warning in said("#### 7", "#### 8")
@@ -149,11 +150,8 @@ def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) ->
 
 def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    row = {"problem": "3+4?", "solution": "#### 7"}
-    (tmp_path / "own.jsonl").write_text(json.dumps(row))
-    settings: dict[str, Any] = {
-        "eval.path": [str(assets.WORD_PROBLEMS_EVAL), f"{tmp_path}/own.jsonl"]
-    }
+    (own_rows := tmp_path / "own.jsonl").write_text('{"problem": "3+4?", "solution": "#### 7"}')
+    settings: dict[str, Any] = {"eval.path": [str(assets.WORD_PROBLEMS_EVAL), str(own_rows)]}
     settings |= {"eval.name": ["same", "own"], "eval.env_args": "own.limit=2"}
     settings |= {"eval.prompt_key": ["", "problem"], "eval.answer_key": ["", "solution"]}
     settings |= {"data.system_prompt": "Think.", "eval.system_prompt": ["none", "Be brief."]}
@@ -195,21 +193,15 @@ class Flow:
 
 def test_a_reward_that_an_environment_may_replace_is_a_note(tmp_path: Path) -> None:
     """Rows without `####` are none for gsm8k, which a workflow with rewards never asks."""
-    (tmp_path / "flow.py").write_text(FLOW)
-    rows = [json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    data = {"path": (str(tmp_path / "rows.jsonl"),)}
-    config = tiny_config(data=data, eval={"path": ()}, env={"path": f"{tmp_path}/flow.py:Flow"})
-    said = checked(config)
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(8)]
+    code = f"{FLOW}\ndef f(response, prompt): return prompt.metadata['level']"
+    said = checked(config_of(tmp_path, rows, code, env={"path": f"{tmp_path}/mine.py:Flow"}))
     assert "note: reward gsm8k fails on the reference answer of rows.jsonl:1: ValueError" in said
     assert "set --reward.function none" in said
     # A function that will be asked still fails.
-    (tmp_path / "mine.py").write_text("def f(response, prompt): return prompt.metadata['level']")
-    config = tiny_config(
-        data=data, eval={"path": ()}, reward={"function": (f"{tmp_path}/mine.py:f",)}
-    )
+    reward = {"function": (f"{tmp_path}/mine.py:f",)}
     with pytest.raises(RewardError, match="KeyError: 'level'"):
-        checked(config)
+        checked(config_of(tmp_path, rows, code, reward=reward))
 
 
 @pytest.mark.parametrize(
@@ -228,19 +220,15 @@ def test_functions_that_only_a_run_can_call_are_left_out(
     functions: tuple[str, ...], said: list[str], tmp_path: Path
 ) -> None:
     """Each beside others, whose values are those of a run; in training and on a held-out set."""
-    (tmp_path / "own.py").write_text("def brief(response, prompt): return -len(response) / 10\n")
-    (tmp_path / "talk.py").write_text(TALK)
-    rows = [{"question": f"{n}?", "answer": "#### 7"} for n in range(2)]
-    for row, verifier in zip(rows, ("self_judge", "gsm8k"), strict=True):
-        row["verifier"] = verifier
-    data = str(tmp_path / "rows.jsonl")
-    Path(data).write_text("\n".join(map(json.dumps, rows)))
-    function = tuple(
-        f"{tmp_path}/own.py:brief" if each == "none-of" else each for each in functions
-    )
+    mine = f"{tmp_path}/mine.py"
+    code = f"{TALK}\ndef brief(response, prompt): return -len(response) / 10\n"
+    row = {"question": "?", "answer": "#### 7"}
+    rows = [{**row, "verifier": verifier} for verifier in ("self_judge", "gsm8k")]
+    function = tuple(f"{mine}:brief" if each == "none-of" else each for each in functions)
     reward = {"function": function, "row_functions": ("gsm8k", "self_judge")}
-    env = {"path": f"{tmp_path}/talk.py:Talk"} if "env" in functions else {}
-    config = tiny_config(data={"path": (data,)}, eval={"path": (data,)}, reward=reward, env=env)
+    env = {"path": f"{mine}:Talk"} if "env" in functions else {}
+    heldout = {"path": (f"{tmp_path}/rows.jsonl",)}
+    config = config_of(tmp_path, rows, code, eval=heldout, reward=reward, env=env)
     found = checked(config).splitlines()
     for text in said:
         assert len([line for line in found if text in line]) == 2, "\n".join(found)
@@ -273,26 +261,21 @@ class Talk(Base):
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_what_all_conversations_share_is_a_note(shares: bool, tmp_path: Path) -> None:
-    (tmp_path / "talk.py").write_text(SHARES.format("self.seen.append(1)" if shares else "pass"))
-    said = checked(tiny_config(eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}))
+    code = SHARES.format("self.seen.append(1)" if shares else "pass")
+    row, env = {"question": "?", "answer": "#### 7"}, {"path": f"{tmp_path}/mine.py:Talk"}
+    said = checked(config_of(tmp_path, [row], code, env=env))
     assert ("note: environment: calls changed seen, which belongs to the class" in said) == shares
     assert "changed own" not in said
 
 
 def test_an_environment_makes_a_step(tmp_path: Path) -> None:
     """With the reference answer as the model's message."""
-    rows = tmp_path / "rows.jsonl"
-    (tmp_path / "talk.py").write_text(TALK)
-    config = tiny_config(
-        data={"path": (str(rows),)}, eval={"path": ()}, env={"path": f"{tmp_path}/talk.py:Talk"}
-    )
-    for answer, said in (("#### 7", "returned 0 message(s), reward 7, done True"), ("no", "")):
-        rows.write_text(json.dumps({"question": "?", "answer": answer}))
-        if said:
-            assert said in checked(config)
-        else:
-            with pytest.raises(EnvironmentFailed, match=r"step failed on rows.jsonl:1 \(error\)"):
-                checked(config)
+    env = {"path": f"{tmp_path}/mine.py:Talk"}
+    config = config_of(tmp_path, [{"question": "?", "answer": "#### 7"}], TALK, env=env)
+    assert "returned 0 message(s), reward 7, done True" in checked(config)
+    config_of(tmp_path, [{"question": "?", "answer": "no"}], TALK)
+    with pytest.raises(EnvironmentFailed, match=r"step failed on rows.jsonl:1 \(error\)"):
+        checked(config)
 
 
 # ---- the closing line
@@ -307,13 +290,12 @@ def run_of(folder: Path, *rows: dict[str, float]) -> RunDir:
 
 def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) -> None:
     """Means over the steps: (1e-4 + 3e-4) / 2 and (1e-3 + 9e-3) / 2."""
-    run_dir = run_of(
-        tmp_path,
-        {"eval/heldout/accuracy": 0.25},
-        {"mismatch/k3_replay": 1e-4, "mismatch/k3_live": 1e-3, "mismatch/k3_ratio": 10.0},
-        {"mismatch/k3_replay": 3e-4, "mismatch/k3_live": 9e-3, "mismatch/k3_ratio": 30.0}
-        | {"eval/heldout/accuracy": 0.75},
+    names = [f"mismatch/k3_{name}" for name in ("replay", "live", "ratio")]
+    one, two = (
+        dict(zip(names, row, strict=True)) for row in ((1e-4, 1e-3, 10.0), (3e-4, 9e-3, 30.0))
     )
+    accuracies = [{"eval/heldout/accuracy": accuracy} for accuracy in (0.25, 0.75)]
+    run_dir = run_of(tmp_path, accuracies[0], one, two | accuracies[1])
     said = "2 steps, heldout accuracy 0.250 -> 0.750; replay: k3 2.0e-04, live: 5.0e-03, 25 times"
     assert result(Config(), run_dir, 2) == said
     assert closing(tiny_config(), run_dir, 61.2, 2, {}).startswith(f"done       in 61 s: {said}; ")
@@ -322,9 +304,7 @@ def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) ->
 def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:
     row = {"eval/heldout/accuracy": 0.25, "eval/hard/accuracy": 0.5, "eval/hard/reward": 1.5}
     said = closing(tiny_config(eval={"only": True}), RunDir(tmp_path), 6.4, 8, row)
-    assert said.startswith(
-        "done       in 6 s: hard reward 1.500, heldout accuracy 0.250; answers in"
-    )
+    assert "in 6 s: hard reward 1.500, heldout accuracy 0.250; answers in" in said
 
 
 def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> None:
@@ -374,12 +354,8 @@ def test_a_rank_that_would_wait_without_end_says_why(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if not rule:
-        require_others_in_reach()
-        return
-    with pytest.raises(ConfigError) as error:
-        require_others_in_reach()
-    assert rule in str(error.value) and type(error.value).__name__ == "LaunchError", "all say so"
+    said = message_of(require_others_in_reach, ConfigError)
+    assert (rule in said and "LaunchError" in said) if rule else said == NOTHING
     if "RANK" in variables:
         require_others_in_reach(launched=False)  # a launcher will set its own
 
@@ -401,11 +377,8 @@ def test_a_machine_that_others_cannot_reach_is_named(
     variables = _RANK | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    if rule:
-        with pytest.raises(ConfigError, match=f"GLOO_SOCKET_IFNAME.*{rule}"):
-            require_others_in_reach()
-    else:
-        require_others_in_reach()
+    said = message_of(require_others_in_reach, ConfigError)
+    assert re.search(f"GLOO_SOCKET_IFNAME.*{rule}", said) if rule else said == NOTHING
     for variable, value in {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         with monkeypatch.context() as patch:  # all ranks are here
             patch.setenv(variable, value)

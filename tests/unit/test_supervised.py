@@ -14,16 +14,13 @@ from r3.checks import problems, warnings
 from r3.config import OF_OBJECTIVE, with_values
 from r3.data import Columns, DataError, Dataset, load_prompts
 from r3.models.shape import ModelShape
-from r3.runtime.mesh import Axis
 from r3.tools.planning.memory_plan import memory
 from r3.types import Prompt, Rollout
 from tests.rows import OPTIONS, write
-from tests.tiny import tiny_config
+from tests.tiny import ALONE, tiny_config
 
 ANSWERS: dict[str, Any] = OPTIONS | {"columns": Columns(supervised=True)}
-CHATS: dict[str, Any] = OPTIONS | {
-    "columns": Columns(prompt="messages", answer="", supervised=True)
-}
+CHATS = ANSWERS | {"columns": Columns(prompt="messages", answer="", supervised=True)}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Tom has 3 books."},
@@ -44,12 +41,11 @@ REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~
 
 
 SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
-ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
-def changed(template: str) -> Any:
+def changed(template: str = "") -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
 
 
@@ -82,7 +78,7 @@ def test_every_assistant_message_is_a_span(tokenizer: Any, tmp_path: Path) -> No
 
 def test_the_end_token_is_learned_where_it_also_pads(tmp_path: Path) -> None:
     """Labels that leave out the padding token would leave out the end of every message."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer = changed()
     tokenizer.pad_token = tokenizer.eos_token
     row = read(tmp_path, tokenizer, CHATS, {"messages": CHAT})
     rollout = learned(row)
@@ -107,11 +103,7 @@ def test_an_answer_follows_the_prompt_of_rl(answer: str, tokenizer: Any, tmp_pat
         (ANSWERS, {"question": CHAT[:3], "answer": "b"}, "question: ends with an assistant messa"),
         (CHATS, {"messages": CHAT[:2]}, "messages: has no assistant message"),
         (CHATS, {"messages": "a"}, "messages: has no assistant message"),
-        (
-            CHATS,
-            {"messages": [CHAT[1], ENDS]},
-            "message 1 holds '<|im_end|>', which ends a message",
-        ),
+        (CHATS, {"messages": [CHAT[1], ENDS]}, "1 holds '<|im_end|>', which ends a message"),
     ],
 )
 def test_rows_without_anything_to_learn_are_named(
@@ -157,7 +149,7 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -
     """As Llama 2's, which puts a space in front of each text: pieces have other tokens."""
     from tokenizers.normalizers import Prepend
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer = changed()
     tokenizer.backend_tokenizer.normalizer = Prepend("x")
     with pytest.raises(DataError, match="other tokens than the whole"):
         read(tmp_path, tokenizer, ANSWERS, {"question": "a", "answer": "b"})
@@ -175,12 +167,8 @@ def test_another_value_than_the_objective_brings_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("algo.dynamic_sampling_metric", "reward"),
-        ("rollout.max_response_tokens", 24),
-        ("reward.weights", (0.5,)),
-        ("env.max_turns", 3),
-    ],
+    [("algo.dynamic_sampling_metric", "reward"), ("rollout.max_response_tokens", 24)]
+    + [("reward.weights", (0.5,)), ("env.max_turns", 3)],
 )
 def test_a_setting_of_what_is_sampled_has_no_effect(name: str, value: object) -> None:
     text = "\n".join(warnings(with_values(SFT, {name: value}), 1))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from r3 import check_loss, report, show, watch
-from r3.metrics.console import Console, console_of
+from r3.metrics.console import console_of
 from r3.rewards.scorer import RewardError
 from r3.run import RunDir, failure_text, write_json, write_text
 from r3.runtime import say, visible
-from tests.errors import Patch
+from tests.errors import Capsys, Patch
 from tests.run_folder import write_run
 
 # What rich takes for markup, a title, a screen that is cleared, C1's introducer, a line that is
@@ -29,32 +29,21 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _consoles(use: Callable[[Console], None]) -> str:
-    """What a console writes, in a terminal and into a log file."""
-    terminal, file = _Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        use(console_of(is_leader=True, progress=False, stream=stream))
-    return terminal.getvalue() + file.getvalue()
+ROW = {"reward/mean": 1.0, f"eval/{HOSTILE}/accuracy": 1.0, f"eval/{HOSTILE}/b": 1.0}
 
 
-def _header() -> str:
-    return _consoles(lambda console: console.header([HOSTILE]))
-
-
-def _line() -> str:
-    return _consoles(lambda console: console.line(HOSTILE))
-
-
-def _metric() -> str:
-    row = {"reward/mean": 1.0, f"eval/{HOSTILE}/accuracy": 1.0, f"eval/{HOSTILE}/b": 1.0}
-    return _consoles(lambda console: console.row(row, 1, 2))
-
-
-@pytest.mark.parametrize("door", [_header, _line, _metric])
-def test_the_console_shows_control_characters(door: Callable[[], str]) -> None:
-    written = _COLOUR.sub("", door())
-    assert not _OBEYED.search(written)
-    assert written.count(r"INST]\x1b]0;title") >= 2, "in both"
+@pytest.mark.parametrize("stream", [_Terminal(), io.StringIO()])
+def test_the_console_shows_control_characters(stream: io.StringIO) -> None:
+    console = console_of(is_leader=True, progress=False, stream=stream)
+    for write in (
+        lambda: console.header([HOSTILE]),
+        lambda: console.line(HOSTILE),
+        lambda: console.row(ROW, 1, 2),
+    ):
+        write()
+        written = _COLOUR.sub("", stream.getvalue())
+        assert not _OBEYED.search(written) and r"INST]\x1b]0;title" in written
+        stream.truncate(stream.seek(0))
 
 
 def _show(folder: Path) -> None:
@@ -66,10 +55,6 @@ def _show(folder: Path) -> None:
     rows = [row | hostile | {"messages": [*row["messages"], call]} for row in rows]
     dump.write_text("\n".join(json.dumps(row | {"rewards": {HOSTILE: 0.5}}) for row in rows))
     show.main([str(run), "--width", "200"])
-
-
-def _no_such_prompt(folder: Path) -> None:
-    show.main([str(write_run(folder)), "--group", HOSTILE])
 
 
 def _watch_failed(folder: Path) -> None:
@@ -86,31 +71,29 @@ def _watch_phase(folder: Path) -> None:
     watch.main([str(folder), "--once"])
 
 
-def _report(_: Path) -> None:
-    report.main([HOSTILE])
-
-
-def _own_loss(_: Path) -> None:
-    check_loss.main([f"{HOSTILE}.py:f"])
-
-
 def _error(folder: Path) -> None:
     error = RewardError(f"reward math failed on a response that begins with {HOSTILE}")
     say(failure_text(error, rank=0, path=folder / "errors" / "rank_00000.txt"), error=True)
 
 
-@pytest.mark.parametrize(
-    "door", [_show, _no_such_prompt, _watch_failed, _watch_phase, _report, _own_loss, _error]
-)
+DOORS: dict[str, Callable[[Path], None]] = {
+    "show": _show,
+    "no such prompt": lambda folder: show.main([str(write_run(folder)), "--group", HOSTILE]),
+    "watch, failed": _watch_failed,
+    "watch, a phase": _watch_phase,
+    "report": lambda _: report.main([HOSTILE]),
+    "check_loss": lambda _: check_loss.main([f"{HOSTILE}.py:f"]),
+    "error": _error,
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
 def test_commands_and_errors_show_control_characters(
-    door: Callable[[Path], None],
-    tmp_path: Path,
-    monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     try:
-        door(tmp_path / "run")
+        DOORS[name](tmp_path / "run")
     except SystemExit as end:
         assert end.code in (1, 2)
     captured = capsys.readouterr()
@@ -126,9 +109,7 @@ def test_ordinary_text_is_left_as_it_is() -> None:
     assert visible("half \ud800") == r"half \ud800"
 
 
-DONE = (
-    "done       in 9 s: 3 steps, heldout accuracy 0.230 -> 0.262; runs/a/hf, runs/a/metrics.jsonl"
-)
+DONE = "done       in 9 s: 3 steps, heldout accuracy 0.230 -> 0.262; runs/a/hf, a/metrics.jsonl"
 PATH = "/a" * 50
 FLAGS = "--parallel.tp 2 --model.recompute selective --train.optimizer streamed --parallel.ep 2"
 
@@ -137,16 +118,13 @@ FLAGS = "--parallel.tp 2 --model.recompute selective --train.optimizer streamed 
     ("line", "expected"),
     [
         ("short", ["short"]),
-        (DONE, [DONE.rpartition(" ")[0], f"{'':11}runs/a/metrics.jsonl"]),
+        (DONE, [DONE.rpartition(" ")[0], f"{'':11}a/metrics.jsonl"]),
         (f"  - {'word ' * 20}end", [f"  - {'word ' * 15}".rstrip(), f"    {'word ' * 5}end"]),
         (f"warning: {PATH} is no file", ["warning:", f"  {PATH}", "  is no file"]),
         (f"1. {FLAGS}", [f"1. {FLAGS[:-16]} \\", "    --parallel.ep 2"]),
         (
             f"  continue with: NPROC=2 launch/local.sh {FLAGS}",
-            [
-                "  continue with: NPROC=2 launch/local.sh --parallel.tp 2 \\",
-                "      --model.recompute selective --train.optimizer streamed --parallel.ep 2",
-            ],
+            [f"  continue with: NPROC=2 launch/local.sh {FLAGS[:15]} \\", f"      {FLAGS[16:]}"],
         ),
         (f"launch/local.sh {FLAGS} --a 'b c'", [f"launch/local.sh {FLAGS} --a 'b c'"]),
     ],
