@@ -43,6 +43,15 @@ def shown(name: str, path: Path | str, columns: Columns = ROW) -> list[str]:
     return [tokenizer.decode(each.tokens_T) for each in prompts]
 
 
+def learned(name: str, folder: Path, messages: Any, **options: Any) -> tuple[str, list[str]]:
+    """The text of a row, and the parts of it that are learned."""
+    path, tokenizer = write(folder, json.dumps({"messages": messages})), tokenizers(name)
+    options = {"columns": LEARNED, "max_prompt_tokens": 4000, **options}
+    (row,) = load_prompts(path, tokenizer, **options).prompts
+    parts = [row.tokens_T[first:end] for first, end in row.spans]
+    return tokenizer.decode(row.tokens_T), [tokenizer.decode(part) for part in parts]
+
+
 def refusal(name: str, folder: Path, messages: Any, columns: Columns = ROW, **row: Any) -> str:
     path = write(folder, json.dumps({"messages": [ASKED], **row} | {"messages": messages}))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: messages: ") as caught:
@@ -79,11 +88,8 @@ def test_a_message_that_is_not_to_be_learned_is_not_in_the_mask(
     off: dict[str, Any], tmp_path: Path
 ) -> None:
     messages = [ASKED, ANSWER | off, ASKED, {"role": "assistant", "content": "#### 2"}]
-    path = write(tmp_path, json.dumps({"messages": messages}))
-    tokenizer = tokenizers("llama3_1")
-    (row,) = load_prompts(path, tokenizer, columns=LEARNED, max_prompt_tokens=400).prompts
-    learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
-    assert learned == ["#### 2<|eot_id|>"] and "#### 3" in tokenizer.decode(row.tokens_T)
+    text, parts = learned("llama3_1", tmp_path, messages)
+    assert parts == ["#### 2<|eot_id|>"] and "#### 3" in text
     nothing = [ASKED, ANSWER | off]
     assert "no assistant message to learn" in refusal("llama3_1", tmp_path, nothing, LEARNED)
 
@@ -138,7 +144,7 @@ def test_developer_is_system_where_a_template_does_not_know_it(tmp_path: Path) -
 def test_an_answer_that_the_template_trims_is_refused(content: str, tmp_path: Path) -> None:
     messages = [ASKED, {"role": "assistant", "content": content}]
     assert "changes the content of message 1" in refusal("llama3_1", tmp_path, messages, LEARNED)
-    (text,) = shown("qwen2_5", write(tmp_path, json.dumps({"messages": messages})), LEARNED)
+    text, _ = learned("qwen2_5", tmp_path, messages)
     assert f"<|im_start|>assistant\n{content}<|im_end|>" in text
     # White space at the ends of a question may go, as at a server.
     path = write(tmp_path, json.dumps({"messages": [ASKED | {"content": " Tom? \n"}]}))
@@ -220,45 +226,36 @@ def test_check_says_if_the_parser_does_not_read_calls(name: str, parser: str, no
 
 def test_results_of_several_calls_are_one_turn_as_in_the_whole_rendering(tmp_path: Path) -> None:
     """Rendered one by one, each would begin a turn of its own."""
-    tokenizer = tokenizers("qwen3")
-    calls = [
-        {"id": str(place), "function": {"name": "weather", "arguments": {"city": city}}}
-        for place, city in enumerate(("Rome", "Oslo"))
-    ]
+    both = call({"city": "Rome"}, content="")
+    both["tool_calls"] += call({"city": "Oslo"})["tool_calls"]
     results = [{"role": "tool", "content": text} for text in ("warm", "cold")]
-    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results, ANSWER]
-    path = write(tmp_path, json.dumps({"messages": messages}))
-    (row,) = load_prompts(path, tokenizer, columns=LEARNED, max_prompt_tokens=999).prompts
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert whole.startswith(text := tokenizer.decode(row.tokens_T))
-    assert text.count("<|im_start|>user") == 2 and len(row.spans) == 2
+    messages = [ASKED, both, *results, ANSWER]
+    text, parts = learned("qwen3", tmp_path, messages)
+    assert tokenizers("qwen3").apply_chat_template(messages, tokenize=False).startswith(text)
+    assert text.count("<|im_start|>user") == 2 and len(parts) == 2
 
 
 def test_thoughts_in_a_content_are_learned_as_they_are_or_refused(tmp_path: Path) -> None:
     """Qwen3's template takes them apart, and writes line ends around them."""
-    rest = "Hm.\n</think>\n\n#### 3"
-    path = write(
-        tmp_path, json.dumps({"messages": [ASKED, ANSWER | {"content": f"<think>\n{rest}"}]})
-    )
-    (text,) = shown("qwen3", path, LEARNED)
-    assert text.endswith(f"<|im_start|>assistant\n<think>\n{rest}<|im_end|>")
-    for content in ("<think>Hm.</think>#### 3", "<think>\nHm.\n</think>#### 3"):
-        messages = [ASKED, ANSWER | {"content": content}]
+    content = "<think>\nHm.\n</think>\n\n#### 3"
+    whole = [ASKED, ANSWER | {"content": content}]
+    text, _ = learned("qwen3", tmp_path, whole)
+    assert text.endswith(f"<|im_start|>assistant\n{content}<|im_end|>")
+    for messages in (
+        [ASKED, ANSWER | {"content": "<think>Hm.</think>#### 3"}],
+        [ASKED, ANSWER | {"content": "<think>\nHm.\n</think>#### 3"}],
+        [*whole, ASKED, ANSWER],
+    ):
         assert "changes the content of message 1" in refusal("qwen3", tmp_path, messages, LEARNED)
-    early = [ASKED, ANSWER | {"content": f"<think>\n{rest}"}, ASKED, ANSWER]
-    assert "changes the content of message 1" in refusal("qwen3", tmp_path, early, LEARNED)
 
 
 def test_what_the_generation_prompt_holds_is_not_learned(tmp_path: Path) -> None:
-    path = write(tmp_path, json.dumps({"messages": [ASKED, ANSWER]}))
-    tokenizer = tokenizers("qwen3")
-    for variables, learned in (
+    for variables, expected in (
         ({}, "<think>\n\n</think>\n\n#### 3<|im_end|>"),
         ({"enable_thinking": False}, "#### 3<|im_end|>"),
     ):
-        options: dict[str, Any] = {"max_prompt_tokens": 99, "template_kwargs": variables}
-        (row,) = load_prompts(path, tokenizer, columns=LEARNED, **options).prompts
-        assert tokenizer.decode(row.tokens_T[slice(*row.spans[0])]) == learned
+        _, parts = learned("qwen3", tmp_path, [ASKED, ANSWER], template_kwargs=variables)
+        assert parts == [expected]
 
 
 def test_a_template_may_mark_what_transformers_counts_as_the_models() -> None:

@@ -19,11 +19,9 @@ from tests.rounds import numbered, play_round
 from tests.settings import changed
 from tests.tiny import tiny_config
 
-LETTERS = {"a": 5, "b": 4}
-
 
 def dataset(*, weights: tuple[float, ...] = (), **sizes: int) -> Dataset:
-    sizes = sizes or LETTERS
+    sizes = sizes or {"a": 5, "b": 4}
     prompts = [
         Prompt(id=f"{label}:{i}", messages=(), tokens_T=(1,), answer="")
         for label, size in sizes.items()
@@ -170,14 +168,8 @@ def length(response, prompt):
 
 def outcomes(result: RoundResult) -> dict[Any, Any]:
     return {
-        each.rollout.key: (
-            each.rollout.prompt_id,
-            each.rollout.tokens_T.tolist(),
-            each.rollout.response,
-            each.reward,
-            dict(each.parts),
-            dict(each.rollout.metrics),
-        )
+        (one := each.rollout).key: (one.prompt_id, one.tokens_T.tolist(), one.response)
+        + (each.reward, dict(each.parts), dict(one.metrics))
         for each in result.samples
     }
 
@@ -187,10 +179,9 @@ def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: P
     code = tmp_path / "env.py"
     code.write_text(CODE.replace('"turns": self.turns, ', ""))
     envs = ["single_turn", "calculator", f"{code}:Guess", f"{code}:Agent"]
-    settings = {"data.path": [f"{i}.jsonl" for i in range(4)], "data.env": envs}
-    config = changed(settings, tiny_config())
-    plain = ConversationSetup.of(config.env, tokenizer, "tiny")
     labels = [f"{i}.jsonl" for i in range(4)]
+    config = changed({"data.path": labels, "data.env": envs}, tiny_config())
+    plain = ConversationSetup.of(config.env, tokenizer, "tiny")
     setup, _ = of_sources(config, config.data.path, plain, {})
     prompts = {i: replace(numbered(i), id=f"{i * 3 % 4}.jsonl:{i}") for i in range(12)}
 
@@ -203,16 +194,11 @@ def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: P
         return play_round(setup, tokenizer, prompts, says=says, samples=2, scorer=scorer)[0]
 
     mixed = play(setup, prompts)
-    alone = [
-        play(
-            ConversationSetup.of(env, tokenizer, "tiny"),
-            {group: each for group, each in prompts.items() if each.id.startswith(label)},
-        )
-        for label, env in zip(labels, config.environments, strict=True)
-    ]
-    expected: dict[Any, Any] = {}
-    for each in alone:
-        expected |= outcomes(each)
+    alone, expected = [], dict[Any, Any]()
+    for label, env in zip(labels, config.environments, strict=True):
+        own = {group: each for group, each in prompts.items() if each.id.startswith(label)}
+        alone.append(play(ConversationSetup.of(env, tokenizer, "tiny"), own))
+        expected |= outcomes(alone[-1])
     assert outcomes(mixed) == expected and len({key[:2] for key in expected}) == 24
     assert [each.rollout.key for each in mixed.samples] == sorted(expected)
     calls = [part.metrics["env/calls"].value for part in alone[1:]]
