@@ -73,8 +73,7 @@ def test_a_bad_row_reaches_check_and_run(place: str, tokenizer: Any, tmp_path: P
 
 
 def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
+    path = write(tmp_path, GOOD, *["oops"] * 12, *[GOOD] * 20)
     problems = checks.problems(changed({"data.path": str(path)}), 2)
     named = [f"{path}:{line}" for line in range(2, 7)]
     assert [problem.value for problem in problems] == [*named, str(path)]
@@ -82,15 +81,14 @@ def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None
 
 
 def test_a_fault_of_every_row_is_one_problem(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
     row = '{"problem": "1+1?", "solution": "$\\\\frac{4}{2}$"}'
-    path.write_text("\n".join([row] * 20))
+    path = write(tmp_path, *[row] * 20)
     problems = checks.problems(changed({"data.path": str(path)}), 2)
     assert [(problem.value, problem.rule) for problem in problems] == [
         (f"{path}:{name}", "is missing; the row has problem, solution; so it is in all 20 rows")
         for name in ("question", "answer")
     ]
-    path.write_text("\n".join([row] * 19 + ["oops"]))
+    write(tmp_path, *[row] * 19, "oops")
     assert len(checks.problems(changed({"data.path": str(path)}), 2)) == 6
 
 
@@ -148,16 +146,12 @@ def test_a_column_of_images_without_images_is_no_fault(row: Any, tmp_path: Path)
     assert read_rows(str(path), PLAIN)[1] == []
 
 
-def prompt_text(tokenizer: Any, path: Path, columns: Columns) -> list[str]:
-    found = load_prompts(path, tokenizer, columns=columns, max_prompt_tokens=200)
-    return [tokenizer.decode(each.tokens_T) for each in found.prompts]
-
-
 def test_a_final_message_is_continued_where_its_text_ends(tokenizer: Any, tmp_path: Path) -> None:
     """As transformers' `continue_final_message` has it; other rows of the file open a new turn."""
     long = REPLY | {"content": "First I add. Then"}
     path = write(tmp_path, asked(USER, REPLY), asked(USER), asked(USER, long), asked(USER, REPLY))
-    texts = prompt_text(tokenizer, path, CONTINUED)
+    prompts = load_prompts(path, tokenizer, columns=CONTINUED, max_prompt_tokens=200).prompts
+    texts = [tokenizer.decode(each.tokens_T) for each in prompts]
     expected = [
         tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
         for chat in ([USER, REPLY], [USER, long])

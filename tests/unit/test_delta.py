@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from r3.backends import CHUNK, causal_convolution, gated_delta, unit
 
@@ -20,15 +21,9 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [x.to(dtype).requires_grad_() for x in made]
 
 
-def token_by_token(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-) -> torch.Tensor:
+def token_by_token(*parts: torch.Tensor) -> torch.Tensor:
     """The recurrence as it is defined."""
-    out = []
+    (query, key, value, decay, beta), out = parts, []
     for start, length in zip((0, *torch.tensor(LENGTHS).cumsum(0).tolist()), LENGTHS, strict=False):
         state = value.new_zeros(2, 16, 24)
         for t in range(start, start + length):
@@ -78,14 +73,8 @@ def test_packed_sequences_do_not_mix() -> None:
         for start, length in zip((0, 3, 73, 202), LENGTHS, strict=True)
     ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-13)
-    expected = torch.cat(
-        [
-            torch.nn.functional.conv1d(
-                torch.nn.functional.pad(part.t()[None], (3, 0)), weight_CK[:, None], groups=8
-            )[0].t()
-            for part in x_NC.split(list(LENGTHS))
-        ]
-    )
-    torch.testing.assert_close(convolved, expected, rtol=0, atol=1e-13)
+    padded = [functional.pad(part.t()[None], (3, 0)) for part in x_NC.split(LENGTHS)]
+    each = [functional.conv1d(part, weight_CK[:, None], groups=8)[0].t() for part in padded]
+    torch.testing.assert_close(convolved, torch.cat(each), rtol=0, atol=1e-13)
     mixed = gated_delta(*parts, (sum(LENGTHS),))
     assert (mixed - together).abs().max() > 0.1, "the control: one long sequence is another result"

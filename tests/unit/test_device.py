@@ -3,7 +3,6 @@
 import inspect
 import mmap
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from torch.multiprocessing import reductions
 from r3 import extras
 from r3.models.shape import ModelShape
 from r3.runtime import Stash, ipc_arguments, to_host
-from r3.runtime.device import Device, free_port, prepare_environment, seed_everything
+from r3.runtime.device import free_port, prepare_environment, seed_everything
 from tests.errors import Patch
-from tests.memory import lock_page, resident_bytes
+from tests.memory import CPU, lock_page, resident_bytes
+from tests.runs import program
 from tests.tiny import tiny_config
 
 
@@ -47,10 +47,7 @@ def test_a_peers_memory_is_mapped_on_the_readers_device_without_an_event() -> No
 
 
 def test_stash_keeps_the_first_copy_out_and_the_first_copy_back() -> None:
-    device = Device(
-        torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
-    )
-    stash, tensor = Stash(device=device), torch.arange(5.0)
+    stash, tensor = Stash(device=CPU), torch.arange(5.0)
     for start in (0.0, 100.0):
         expected = torch.arange(5.0) + start
         tensor.copy_(expected)
@@ -133,9 +130,16 @@ def test_free_port_is_no_port_that_a_connection_can_take() -> None:
     assert len(set(ports)) > 40  # 50 draws out of 1,000 or more: 1 or 2 pairs are expected
 
 
+def numbers_of(text: str, **environment: str) -> list[float]:
+    """What a program prints."""
+    done = program(sys.executable, "-c", text, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [*map(float, done.stdout.split())]
+
+
 def test_freed_memory_is_kept_for_the_next_tensor() -> None:
     """In a process of its own, because the choice holds until a process ends."""
-    program = """
+    usual, kept = numbers_of("""
 import resource, torch
 from r3.extras import cpu_memory
 
@@ -148,11 +152,7 @@ def faults():
 usual = min(faults() for _ in range(16))
 cpu_memory().keep_freed_memory()
 print(usual, min(faults() for _ in range(16)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    usual, kept = map(int, done.stdout.split())
+""")
     # With huge pages it is 24 instead of 12288.
     assert usual >= 24 and kept <= usual / 4
 
@@ -191,37 +191,25 @@ def test_memory_of_files_and_other_processes_is_not_discarded(tmp_path: Path) ->
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_much_freed_memory_goes_back_to_the_system_and_little_stays(ranks: int) -> None:
-    """In a process of its own, because the choice holds until a process ends."""
-    program = """
+    text = """
 import torch
 from r3.extras import cpu_memory
-from r3.runtime.device import Device
 from r3.runtime.limits import host_gib
+from tests.memory import CPU
 
 cpu_memory().KEPT_SHARE = 0.25 / host_gib()  # 256 MiB for all ranks of the machine
-device = Device(
-    torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
-)
 cpu_memory().keep_freed_memory()
 
 def returned(tensors):
     kept = [torch.ones(12 * 2**20) for _ in range(tensors)]  # 48 MiB each
     del kept
-    before = device.used_gib()
-    device.release_memory()
-    return before - device.used_gib()
+    before = CPU.used_gib()
+    CPU.release_memory()
+    return before - CPU.used_gib()
 
 print(returned(2) * 2**10, returned(8) * 2**10)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "LOCAL_WORLD_SIZE": str(ranks)},
-    )
-    little, much = map(float, done.stdout.split())
+    little, much = numbers_of(text, LOCAL_WORLD_SIZE=str(ranks))
     # MiB: 96 stay with one rank, but are more than a rank of four may keep; 384 go. Pages at the
     # edges of blocks stay.
     assert little < 8 if ranks == 1 else little > 90

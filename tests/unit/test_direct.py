@@ -133,9 +133,8 @@ def test_each_rank_of_an_engine_gets_its_part(ranks: int, alternates: bool) -> N
 
 
 def test_experts_that_came_twice_do_not_stand_for_others() -> None:
-    held = {
-        part: torch.zeros(2, *SIZES[part]) for part in ("linear_fc1.weight", "linear_fc2.weight")
-    }
+    parts = ("linear_fc1.weight", "linear_fc2.weight")
+    held = {part: torch.zeros(2, *SIZES[part]) for part in parts}
     stacked = StackedExperts(held=held, rank=0)
     one = Experts(layer=0, first=0, count=1, part="linear_fc1.weight")
     for key in (one, one, replace(one, part="linear_fc2.weight"), replace(one, first=1)):
@@ -152,16 +151,12 @@ def test_names_of_all_experts_are_the_checkpoints(biases: bool) -> None:
     assert layers.keys() == {name for name in shape.tensor_shapes if ".experts." in name}
     layer = shape.moe_layers[1]
     key = Experts(layer=layer, first=2, count=2, part="linear_fc1.weight")
-    names = [
-        f"model.layers.{layer}.mlp.experts.{e}.{x}_proj.weight"
-        for e in (2, 3)
-        for x in ("gate", "up")
-    ]
+    parts = [f"{e}.{x}_proj.weight" for e in (2, 3) for x in ("gate", "up")]
+    names = [f"model.layers.{layer}.mlp.experts.{part}" for part in parts]
     assert list(key.names(shape)) == names and {layers[name] for name in names} == {layer}
     full = torch.arange(2 * 4.0).view(2, 4, 1)
-    assert [(name, one.flatten().tolist()) for name, one in matrices(key, full, shape)] == [
-        *zip(names, ([0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]), strict=True)
-    ]
+    made = {name: one.flatten().tolist() for name, one in matrices(key, full, shape)}
+    assert [*made] == names and [*made.values()] == full.view(4, 2).tolist()
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

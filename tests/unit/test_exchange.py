@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import AlgoConfig, EnvConfig, RewardConfig
 from r3.envs import Environments, Workflows, checked_result, checked_step
-from r3.models.shape import ModelShape
 from r3.rewards import number
 from r3.rewards.scorer import make_scorer
 from r3.tools import example_inputs, example_rewards
@@ -23,7 +22,7 @@ from r3.types import Prompt
 from r3.user_code import advantage_of, bounds_of, load, loss_of
 from tests.environments import collect, said
 from tests.rounds import play_round
-from tests.tiny import random_rollouts
+from tests.tiny import responded
 
 # Each spoils everything that it is handed, and returns how much of it was spoilt before.
 SPOILERS = '''
@@ -122,9 +121,8 @@ def fragile() -> Prompt:
 @pytest.mark.parametrize("name", ["alone", "alone_async", "group"])
 def test_rewards_cannot_change_what_others_see(file: Path, name: str, workers: int) -> None:
     prompt = fragile()
-    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     said = ({"role": "user", "content": "3?"}, {"role": "assistant", "content": "4"})
-    samples = [replace(made, sample_index=i, messages=said) for i in range(3)]
+    samples = [replace(responded(sample_index=i), messages=said) for i in range(3)]
     functions = (f"{file}:{name}", f"{file}:alone")
     arguments = tuple(f"{each}.{GIVEN}" for each in {name, "alone"})
     settings = RewardConfig(function=functions[: 1 + (name != "alone")], args=arguments)
@@ -144,9 +142,8 @@ def test_rewards_cannot_change_what_others_see(file: Path, name: str, workers: i
 
 def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("r3.rewards.own_copy", lambda value: value)
-    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     scorer, prompt = make_scorer(RewardConfig(function=(f"{file}:alone",))), fragile()
-    assert scorer(made, prompt) < scorer(made, prompt)
+    assert scorer(responded(), prompt) < scorer(responded(), prompt)
     scorer.close()
 
 
@@ -154,9 +151,8 @@ def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: pytest.Mon
 def test_environments_cannot_change_what_others_see(file: Path, workers: int) -> None:
     prompt, message = fragile(), {**said("7"), "tool_calls": [{"name": "f", "arguments": {}}]}
     before = repr(prompt), repr(message)
-    environments = Environments(
-        EnvConfig(path=f"{file}:Turns", args=(GIVEN,), workers=workers, timeout_s=100)
-    )
+    settings = EnvConfig(path=f"{file}:Turns", args=(GIVEN,), workers=workers, timeout_s=100)
+    environments = Environments(settings)
     tools = repr(environments.tools)
     for key in range(4):
         environments.open(key, prompt)
@@ -175,9 +171,8 @@ def test_workflows_cannot_change_what_others_see(file: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
     workflows = Workflows(EnvConfig(args=(GIVEN,)), load(f"{file}:Flow"))
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    collected, turns = play_round(
-        workflows, tokenizer, {0: prompt}, samples=4, says=lambda turn: call
-    )
+    given: Any = {"samples": 4, "says": lambda turn: call}
+    collected, turns = play_round(workflows, tokenizer, {0: prompt}, **given)
     # The second call continues the sequence of the first: the spoilt message was a copy.
     assert len(turns) == 8
     assert [rollout.metrics["env/found"] for rollout in collected.rollouts] == [0.0] * 4
@@ -187,11 +182,8 @@ def test_workflows_cannot_change_what_others_see(file: Path) -> None:
 
 
 def test_losses_and_advantages_cannot_change_their_inputs(file: Path) -> None:
-    algo = AlgoConfig(
-        loss=f"{file}:loss",
-        advantage=f"{file}:advantage",
-        args=(f"loss.{GIVEN}", f"advantage.{GIVEN}"),
-    )
+    args = (f"loss.{GIVEN}", f"advantage.{GIVEN}")
+    algo = AlgoConfig(loss=f"{file}:loss", advantage=f"{file}:advantage", args=args)
     inputs, rewards = example_inputs(), example_rewards()
     inputs = replace(inputs, logprobs_N=inputs.logprobs_N.clone().requires_grad_())
     before = copy.deepcopy([tensor.detach() for tensor in tensors_of(inputs)]), rewards

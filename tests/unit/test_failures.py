@@ -5,8 +5,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -24,14 +24,7 @@ from r3.run import (
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(folder: Path, rank: int, body: Callable[[], object]) -> Ended:
+def run(folder: Path, rank: int, body: Callable[[], object]) -> CompletedProcess[str]:
     """Run `body` under a report in a forked process, because the report ends its process."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
@@ -53,7 +46,7 @@ def run(folder: Path, rank: int, body: Callable[[], object]) -> Ended:
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode())
-    return Ended(os.waitstatus_to_exitcode(status), *texts)
+    return CompletedProcess([], os.waitstatus_to_exitcode(status), *texts)
 
 
 def breaks(text: str) -> Callable[[], object]:
@@ -106,14 +99,6 @@ def test_an_unexpected_error_names_its_line_or_its_limit(
     assert "ulimit" not in report_of(OSError(2, "No such file", "/tmp/a"), tmp_path)
 
 
-def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> None:
-    """A full disk: the file would be empty, or is not there."""
-    (tmp_path / "errors").write_text("a file where the folder should be")
-    done = run(tmp_path, 1, breaks("broke"))
-    assert "full traceback" not in done.stderr and "in breaks" not in done.stderr
-    assert "start again with: " in done.stderr
-
-
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
     """A run without a checkpoint has nothing that continues."""
     command, error = resume_command(tmp_path), KeyboardInterrupt()
@@ -133,29 +118,21 @@ def test_a_message_that_names_a_rank_names_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "program", "command"),
+    ("variable", "program", "command"),
     [
-        ({}, "train.py", "python train.py --from runs/a"),
-        ({}, "/site/r3/__main__.py", "python -m r3 --from runs/a"),
-        (
-            {"LOCAL_WORLD_SIZE": "4"},
-            "train.py",
-            "torchrun --nproc_per_node 4 train.py --from runs/a",
-        ),
-        (
-            {"R3_RESUME": "launch/local.sh --from RUN_DIR"},
-            "train.py",
-            "launch/local.sh --from runs/a",
-        ),
+        ("", "train.py", "python train.py --from runs/a"),
+        ("", "/site/r3/__main__.py", "python -m r3 --from runs/a"),
+        ("LOCAL_WORLD_SIZE=4", "train.py", "torchrun --nproc_per_node 4 train.py --from runs/a"),
+        ("R3_RESUME=launch/local.sh --from RUN_DIR", "-", "launch/local.sh --from runs/a"),
     ],
 )
 def test_the_resume_command_is_how_the_run_was_started(
-    variables: dict[str, str], program: str, command: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, program: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_WORLD_SIZE", "R3_RESUME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    if variable:
+        monkeypatch.setenv(*variable.split("="))
     monkeypatch.setattr(sys, "argv", [program])
     assert resume_command(Path("runs/a")) == command
 
@@ -183,28 +160,25 @@ def test_the_launchers_signal_adds_nothing_after_a_failure(tmp_path: Path) -> No
 
 
 def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Path) -> None:
-    def hangs_up() -> None:
+    def hangs_up(handler: signal.Handlers) -> None:
+        signal.signal(signal.SIGHUP, handler)
         with StopRequest(RunDir(tmp_path).first_failure):
             signal.raise_signal(signal.SIGHUP)
 
-    def heeds() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
-        hangs_up()
-
-    def ignores() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        hangs_up()
-
-    assert "SIGHUP: stopping after this step" in run(tmp_path, 0, heeds).stderr
-    ended = run(tmp_path, 0, ignores)
+    # The default, also where nohup runs the tests.
+    ended = run(tmp_path, 0, lambda: hangs_up(signal.SIG_DFL))
+    assert "SIGHUP: stopping after this step" in ended.stderr
+    ended = run(tmp_path, 0, lambda: hangs_up(signal.SIG_IGN))  # as nohup does
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_loses_nothing_and_is_not_named(tmp_path: Path) -> None:
+    """As on a full disk: the file of the traceback would be empty, or is not there."""
     (tmp_path / "errors").write_text("a file where the folder should be")
     done = run(tmp_path, 1, breaks("broke"))
-    assert done.returncode == 1
+    assert done.returncode == 1 and "start again with: " in done.stderr
     assert "RuntimeError: broke" in done.stderr and "could not be written" in done.stderr
+    assert "full traceback" not in done.stderr and "in breaks" not in done.stderr
 
 
 def test_without_an_error_nothing_happens(tmp_path: Path) -> None:

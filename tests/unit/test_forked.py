@@ -40,18 +40,6 @@ else:
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def rank(script: Path, word: str) -> ForkedRank:
-    """Fork a rank as torchrun does where it would start a program."""
-    return ForkedRank((sys.executable, "-u", str(script), word), {"RANK": "3"})
-
-
 @pytest.mark.parametrize(
     ("word", "code", "said"),
     [
@@ -60,9 +48,13 @@ def rank(script: Path, word: str) -> ForkedRank:
     ],
 )
 def test_exit_codes_and_messages_are_those_of_a_program(
-    word: str, code: int, said: str, script: Path, capfd: pytest.CaptureFixture[str]
+    word: str, code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert rank(script, word).wait(30) == code
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    # As torchrun does where it would start a program.
+    rank = ForkedRank((sys.executable, "-u", str(script), word), {"RANK": "3"})
+    assert rank.wait(30) == code
     assert capfd.readouterr().err.endswith(said)
 
 
@@ -80,8 +72,7 @@ print(sorted(set(UNUSED) & set(sys.modules)), all(map(find_spec, UNUSED)))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
 def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(tmp_path: Path) -> None:
     (tmp_path / "loaded.py").write_text(LOADED)
-    words = [interpreter(), str(tmp_path / "loaded.py")]
-    done = program(*words)
+    done = program(interpreter(), tmp_path / "loaded.py")
     # The second ones still can be imported.
     assert (done.returncode, done.stdout) == (0, "True False\n[] True\n"), done.stderr
 
@@ -113,9 +104,7 @@ def test_ranks_find_what_the_check_has_read_and_nothing_stays(tmp_path: Path) ->
     script = tmp_path / "reads.py"
     script.write_text(_READS)
     flags = ("--check", "--standalone", "--nproc_per_node", "1", str(script))
-    said = subprocess.check_output(
-        [sys.executable, "launch/ranks.py", *flags], cwd=ROOT, text=True, timeout=120
-    )
+    said = program(sys.executable, "launch/ranks.py", *flags).stdout
     folder, _, read = said.splitlines()[-1].partition(" read ")
     assert read == "by the check" and not Path(folder).exists()
 

@@ -49,14 +49,8 @@ def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [tokens_ND, gates_NK, experts_NK, w1, w2]
 
 
-def _plain(
-    tokens_ND: torch.Tensor,
-    gates_NK: torch.Tensor,
-    experts_NK: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-) -> torch.Tensor:
-    rows = []
+def _plain(*inputs: torch.Tensor) -> torch.Tensor:
+    (tokens_ND, gates_NK, experts_NK, w1, w2), rows = inputs, []
     for token, gates, experts in zip(tokens_ND, gates_NK, experts_NK.tolist(), strict=True):
         row = torch.zeros_like(token)
         for gate, expert in zip(gates, experts, strict=True):
@@ -78,12 +72,8 @@ def _results(function: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]
 
 def test_outputs_and_gradients_equal_the_formula_in_float64() -> None:
     # float64, sums of some tens of terms near 1: rounding stays below 1e-12
-    for found, expected in zip(
-        _results(_in_a_loop, _inputs(torch.float64)),
-        _results(_plain, _inputs(torch.float64)),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    found, expected = (_results(each, _inputs(torch.float64)) for each in (_in_a_loop, _plain))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 @BOTH
@@ -95,9 +85,8 @@ def test_outputs_and_gradients_round_as_their_data_type(
     exact = [one.detach().double() if one.is_floating_point() else one for one in _inputs(dtype)]
     for one in exact:
         one.requires_grad_(one.is_floating_point())
-    for found, expected in zip(
-        _results(experts, _inputs(dtype)), _results(_plain, exact), strict=True
-    ):
+    pairs = zip(_results(experts, _inputs(dtype)), _results(_plain, exact), strict=True)
+    for found, expected in pairs:
         error = (found.double() - expected).norm() / expected.norm()
         assert 0 < error <= bound
 
@@ -112,12 +101,10 @@ def test_a_recomputed_forward_gives_the_same_bits(experts: Any) -> None:
 
 @BOTH
 def test_a_token_has_the_same_bits_in_any_batch(experts: Any) -> None:
-    tokens_ND, gates_NK, experts_NK, *weights = _inputs(torch.float32)
-    rest = [tokens_ND[5:], gates_NK[5:], experts_NK[5:], *weights]
+    *tokens, w1, w2 = inputs = _inputs(torch.float32)
+    alone_ND = experts(*(each[5:] for each in tokens), w1, w2)
     # CPU products sum in another order in another batch: rounding of float32 to 2^-24.
-    torch.testing.assert_close(
-        experts(*rest), experts(tokens_ND, gates_NK, experts_NK, *weights)[5:], rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(alone_ND, experts(*inputs)[5:], rtol=0, atol=1e-6)
 
 
 @BOTH

@@ -99,18 +99,12 @@ def marked(folder: Path, name: str, code: str = "", **facts: Any) -> Step:
     return Step(name=name, commands=(("-c", script),), **({"limit_s": 60} | facts))
 
 
-def run(
-    folder: Path, *wanted: Step, jobs: int = 3, seconds: float = 60, slack: float = 1
-) -> dict[str, Any]:
+def run(folder: Path, *wanted: Step, seconds: float = 60) -> dict[str, Any]:
     """Run steps; returns their lines."""
-    runner = Runner(folder, sys.executable, dict(os.environ), "a machine", slack=slack)
-    runner.run(wanted, jobs=jobs, deadline=time.monotonic() + seconds)
+    runner = Runner(folder, sys.executable, dict(os.environ), "a machine", slack=1)
+    runner.run(wanted, jobs=3, deadline=time.monotonic() + seconds)
     lines = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
     return {"failed": runner.failed} | {line["step"]: line for line in lines}
-
-
-def spans(folder: Path, *names: str) -> list[tuple[float, float]]:
-    return [tuple(map(float, (folder / name).read_text().split())) for name in names]  # type: ignore[misc]
 
 
 def test_timed_steps_have_the_device_alone_and_others_share_it(tmp_path: Path) -> None:
@@ -123,7 +117,9 @@ def test_timed_steps_have_the_device_alone_and_others_share_it(tmp_path: Path) -
         marked(tmp_path, "timed-too", alone=True),
     )
     assert found["failed"] == []
-    one, two, later, timed, too = spans(tmp_path, "one", "two", "later", "timed", "timed-too")
+    names = ("one", "two", "later", "timed", "timed-too")
+    spans = [[*map(float, (tmp_path / name).read_text().split())] for name in names]
+    one, two, later, timed, too = spans
     assert one[0] < two[1] and two[0] < one[1], "side by side"
     assert later[0] > one[1]
     assert timed[0] > max(one[1], two[1], later[1]) and too[0] > timed[1]
@@ -141,10 +137,8 @@ def test_a_limit_ends_one_step_and_all_that_it_started(tmp_path: Path) -> None:
         marked(tmp_path, "fails", "raise SystemExit(7)"),
         marked(tmp_path, "works"),
     )
-    assert {name: found[name]["exit"] for name in ("hangs", "curve", "fails", "works")} == {
-        **{"hangs": 124, "curve": 0},
-        **{"fails": 7, "works": 0},
-    }
+    exits = [found[name]["exit"] for name in ("hangs", "curve", "fails", "works")]
+    assert exits == [124, 0, 7, 0]
     assert sorted(found["failed"]) == ["fails", "hangs"]
     time.sleep(4)
     assert not alive.exists()
@@ -179,9 +173,8 @@ def test_figures_are_read_from_the_output_of_commands() -> None:
     rescore = "layout  1\n       replay  live\nk3     6.600000e-06  1.400000e-02\nf2     0.0  0.1\n"
     assert figures_of(rescore) == {"k3_replay": 6.6e-6, "k3_live": 1.4e-2}
     assert figures_of("==== 1 failed, 9 passed in 80.1s ====\n") == {"tests": "1 failed, 9 passed"}
-    assert figures_of('{"experiment": "ipc", "passed": true}\nbye\n') == {
-        **{"experiment": "ipc", "passed": True}
-    }
+    ipc = {"experiment": "ipc", "passed": True}
+    assert figures_of(f"{json.dumps(ipc)}\nbye\n") == ipc
     assert figures_of("Traceback") is None
 
 
@@ -195,19 +188,13 @@ def test_a_bundle_is_found_beside_the_packages_of_the_machine(tmp_path: Path) ->
             archive.add(tmp_path / name, name)
     for _ in range(2):  # the second one unpacks nothing
         python = unpacked(tmp_path, tmp_path / "out")
-    code = (
-        "import of_vllm, of_packages, sys, importlib.util as u; sys.exit(not u.find_spec('torch'))"
-    )
+    code = "import of_vllm, of_packages, importlib.util as found; assert found.find_spec('torch')"
     subprocess.run([python, "-c", code], check=True)
 
 
 def test_no_gpu_is_said(tmp_path: Path) -> None:
-    done = program(
-        "benchmarks/gpu.sh",
-        "--out",
-        str(tmp_path / "out"),
-        env={"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    no_gpu = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = program("benchmarks/gpu.sh", "--out", tmp_path / "out", env=no_gpu)
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout == "no GPU: torch finds no CUDA device (nothing was run)\n"
     assert not (tmp_path / "out").exists()
@@ -227,10 +214,8 @@ def test_figures_of_runs_with_and_without_rewards_are_compared(figure: str, tmp_
     equal = written("slower", **slower, **{"optim/grad_norm": float("nan")})
     assert gpu.same(one, equal) == {"different": [], "passed": True}
     other = written("other", **{figure: 0.6, "perf/packing_efficiency": 0.9})
-    assert gpu.same(one, equal, other) == {
-        "different": sorted([figure, "optim/grad_norm", "perf/packing_efficiency"]),
-        "passed": False,
-    }
+    different = sorted([figure, "optim/grad_norm", "perf/packing_efficiency"])
+    assert gpu.same(one, equal, other) == {"different": different, "passed": False}
 
 
 def test_a_trace_says_where_the_time_went(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from benchmarks.gradient_oracle import (
     stale,
 )
 
-pytestmark = pytest.mark.unit
-
 VOCABULARY, RESPONSE, EXPERTS, TOP_K, LAYERS = 3, 2, 3, 2, 2
 PROMPT = [1, 0]
 
@@ -89,35 +87,37 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def test_equal_engines_have_no_bias_in_any_arm() -> None:
+def compared(
+    *, flip: bool = False, bits: int | None = None
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Gradients by arm, that of the objective with the engine's routes, and with live ones."""
     oracle = tiny()
-    group, routes, rewards_B = all_responses(oracle, flip=False, bits=None)
-    exact = of_objective(oracle, group, routes, None, rewards_B)
-    for name, made in gradients(oracle, group, ARMS, None).items():
+    group, routes, rewards_B = all_responses(oracle, flip=flip, bits=bits)
+    made = gradients(oracle, group, ARMS, bits).items()
+    exact, own = (of_objective(oracle, group, each, bits, rewards_B) for each in (routes, None))
+    return {name: joined(each) for name, each in made}, exact, own
+
+
+def test_equal_engines_have_no_bias_in_any_arm() -> None:
+    made, exact, _ = compared()
+    for name, each in made.items():
         # Importance weights are float32, so exp(0) of a difference of 1e-8 may be 1 + 6e-8.
-        assert distance(joined(made), exact) < 1e-6, name
+        assert distance(each, exact) < 1e-6, name
 
 
 def test_a_planted_flip_biases_live_routing_and_replay_has_none() -> None:
-    oracle = tiny()
-    group, routes, rewards_B = all_responses(oracle, flip=True, bits=None)
-    exact = of_objective(oracle, group, routes, None, rewards_B)
-    made = {name: joined(each) for name, each in gradients(oracle, group, ARMS, None).items()}
+    made, exact, own = compared(flip=True)
     # float64: sums of a few hundred terms.
     assert distance(made["engine"], exact) < 1e-12
     assert distance(made["replayed"], exact) < 1e-12
     assert distance(made["live"], exact) > 0.05
     # Weights of whole responses make live routing exact for the live policy, which is another aim.
-    own = of_objective(oracle, group, None, None, rewards_B)
     assert distance(made[WHOLE], own) < 1e-6
     assert distance(own, exact) > 0.05
 
 
 def test_rounding_is_part_of_the_target_and_replay_keeps_its_bias() -> None:
-    oracle = tiny()
-    group, routes, rewards_B = all_responses(oracle, flip=False, bits=3)
-    exact = of_objective(oracle, group, routes, 3, rewards_B)
-    made = {name: joined(each) for name, each in gradients(oracle, group, ARMS, 3).items()}
+    made, exact, _ = compared(bits=3)
     assert distance(made["engine"], exact) < 1e-12
     assert 1e-3 < distance(made["replayed"], exact) < 1
 

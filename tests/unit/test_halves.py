@@ -1,5 +1,7 @@
 """The output layer on CUDA: 16 bits of its gradients on tensor cores, sums in Megatron's buffer."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,6 +18,11 @@ def test_gradients_by_halves_keep_16_bits() -> None:
     assert min(found["rounded"]) > 2**-10
 
 
+def head(vocabulary: int, **given: Any) -> Head:
+    axis = Axis(name="tp", group=None, rank=0, size=1)
+    return Head(axis=axis, vocab_size=vocabulary, temperature=1.0, **given)
+
+
 @pytest.mark.parametrize("is_embedding", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_add_the_weights_gradient_to_a_float32_sum(
@@ -28,21 +35,13 @@ def test_products_add_the_weights_gradient_to_a_float32_sum(
     values_VD = torch.randn(vocabulary, width, generator=generator).to(dtype)
     before_VD = torch.randn(vocabulary, width, generator=generator)
 
-    def passed(values: torch.Tensor, *, adds: bool, chunk_tokens: int = 5) -> torch.nn.Parameter:
+    def passed(values: torch.Tensor, *, adds: bool) -> torch.nn.Parameter:
         """The weight after forward and backward. With float64 it is the exact one."""
         weight = torch.nn.Parameter(values.clone())
         weight.main_grad = before_VD.clone()
-        head = Head(
-            axis=Axis(name="tp", group=None, rank=0, size=1),
-            vocab_size=vocabulary,
-            temperature=1.0,
-            chunk_tokens=chunk_tokens,
-            fp32=dtype == torch.float32,
-            adds_to_main_grad=adds,
-            is_embedding=is_embedding,
-        )
-        hidden = hidden_ND.to(values.dtype)
-        logprobs_and_entropy(hidden, weight, targets_N, head)[0].sum().backward()
+        given = {"chunk_tokens": 5, "fp32": dtype == torch.float32, "is_embedding": is_embedding}
+        hidden, of = hidden_ND.to(values.dtype), head(vocabulary, adds_to_main_grad=adds, **given)
+        logprobs_and_entropy(hidden, weight, targets_N, of)[0].sum().backward()
         return weight
 
     added, returned = (passed(values_VD, adds=adds) for adds in (True, False))
@@ -67,15 +66,8 @@ def test_one_sum_for_all_micro_batches_is_not_rounded_between_them() -> None:
     # 512 micro-batches with the same small gradient: in bfloat16 alone the sum would stand still.
     weight = torch.nn.Parameter(torch.zeros(7, 4).bfloat16())
     weight.main_grad = torch.zeros(7, 4)
-    head = Head(
-        axis=Axis(name="tp", group=None, rank=0, size=1),
-        vocab_size=7,
-        temperature=1.0,
-        chunk_tokens=1,
-        fp32=False,
-        adds_to_main_grad=True,
-    )
     hidden, targets = torch.ones(512, 4).bfloat16(), torch.zeros(512, dtype=torch.int64)
-    logprobs_and_entropy(hidden, weight, targets, head)[0].sum().backward()
+    one_by_one = head(7, chunk_tokens=1, fp32=False, adds_to_main_grad=True)
+    logprobs_and_entropy(hidden, weight, targets, one_by_one)[0].sum().backward()
     # Each token adds 1 - 1/7, which is 0.85546875 in bfloat16.
     assert weight.main_grad[0].tolist() == [512 * 0.85546875] * 4

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +24,13 @@ from r3.models import CheckpointReader, read_small_files
 from r3.models.shape import ModelShape, ShapeError
 from tests.errors import Capsys, Patch
 from tests.hub import Hub, serving, sha_of
+from tests.runs import soon
+from tests.world import ROOT
 
 download = extras.downloads()
 NAME = "hub:owner/tiny"
 WEIGHTS = "model.safetensors"
+TWICE = ("consolidated.safetensors", "pytorch_model.bin", "original/params.json")
 
 
 def copy_of_tiny(folder: Path) -> Path:
@@ -50,7 +52,7 @@ def sharded(folder: Path) -> Path:
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "original").mkdir()
-    for name in ("consolidated.safetensors", "pytorch_model.bin", "original/params.json"):
+    for name in TWICE:
         (folder / name).write_bytes(b"twice")
     return folder
 
@@ -103,13 +105,11 @@ def test_a_plan_takes_the_small_files_and_says_what_a_start_downloads(
     assert hub.sent[WEIGHTS] == (assets.TINY_MOE / WEIGHTS).stat().st_size
 
 
-def test_a_check_downloads_no_weights(hub: Hub, capsys: Capsys) -> None:
+def test_neither_a_check_nor_a_start_with_a_mistake_downloads_weights(
+    hub: Hub, capsys: Capsys
+) -> None:
     cli.parse(["tiny", "--model.path", NAME, "--check"])
     assert "note: model.path hub:owner/tiny: 2.1 MiB of weights" in capsys.readouterr().out
-    assert not hub.sent[WEIGHTS]
-
-
-def test_nothing_is_downloaded_while_something_else_is_wrong(hub: Hub, capsys: Capsys) -> None:
     code, text = printed(capsys, NAME, "--parallel.ep", "1", "--train.lr", "-1")
     assert code == 2 and "train.lr" in text and "weights" not in text
     assert not hub.sent[WEIGHTS]
@@ -154,9 +154,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:
 def test_only_missing_shards_and_no_second_form_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     hub.models["owner/tiny"]["main"] = sharded(tmp_path / "shards")
     folder = fetch()
-    assert {"consolidated.safetensors", "pytorch_model.bin", "original/params.json"}.isdisjoint(
-        hub.sent
-    )
+    assert not hub.sent.keys() & {*TWICE}
     with CheckpointReader(folder) as reader:
         assert len(reader.shapes) == len(load_file(assets.TINY_MOE / WEIGHTS))
     lost, kept = (f"model-0000{i}-of-00002.safetensors" for i in (2, 1))
@@ -175,10 +173,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_are_missing(
     hub.stalls[cut] = 1000
     child = subprocess.Popen([sys.executable, "-c", CHILD], env=environment(hub, tmp_path))
     there = tmp_path / "cache" / "models--owner--tiny" / "snapshots" / sha_of(folder) / whole
-    assert hub.stalled.wait(100)
-    while not there.exists():
-        assert child.poll() is None
-        time.sleep(0.1)
+    assert hub.stalled.wait(100) and soon(there.exists, 100)
     child.kill()
     child.wait()
     hub.sent.clear()
@@ -195,8 +190,7 @@ CHILD = (
 
 def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
     cache = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, **cache, "PYTHONPATH": root}
+    return {**os.environ, **cache, "PYTHONPATH": str(ROOT)}
 
 
 def test_one_process_downloads_and_the_others_wait(hub: Hub, tmp_path: Path) -> None:

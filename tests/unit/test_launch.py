@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -36,6 +37,12 @@ def programs(folder: Path, texts: dict[str, str]) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
+def local(folder: Path, texts: dict[str, str], **variables: str) -> CompletedProcess[str]:
+    """Run launch/local.sh with these programs; `r3` stands for Python."""
+    own = {"PATH": programs(folder, texts), "PYTHON": str(folder / "r3")}
+    return program(ROOT / "launch/local.sh", "tiny", env=own | variables)
+
+
 def submit(
     folder: Path, *, usr1_after: str = "", sends: signal.Signals = signal.SIGUSR1, **variables: str
 ) -> tuple[int, str]:
@@ -47,13 +54,8 @@ def submit(
         variables: set in the environment.
     """
     path = programs(folder, _PROGRAMS)
-    slurm = {
-        "SLURM_SUBMIT_DIR": str(folder),
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_GPUS_ON_NODE": "8",
-    }
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1"}
+    slurm |= {"SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "8"}
     stubs = {"REFUSED": "0", "CHECK": "0", "CHECK_S": "0", "HEALTH": "0", "CODE": "0"}
     stubs["TENTHS"] = "20" if usr1_after else "1"  # of a second that the ranks run
     own = {"PATH": path, "PYTHON": str(folder / "r3")}
@@ -101,12 +103,7 @@ def test_job_without_gpus_says_so(gpus: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", ["0", "two", "-1"])
 def test_a_number_of_ranks_that_is_none_is_said(ranks: str, tmp_path: Path) -> None:
-    path = programs(tmp_path, {"r3": ""})
-    done = program(
-        ROOT / "launch/local.sh",
-        "tiny",
-        env={"PATH": path, "PYTHON": str(tmp_path / "r3"), "NPROC": ranks},
-    )
+    done = local(tmp_path, {"r3": ""}, NPROC=ranks)
     told = f"r3: NPROC={ranks} must be the number of ranks, at least 1\n"
     assert (done.returncode, done.stderr) == (2, told)
 
@@ -148,7 +145,7 @@ def test_local_sh_names_the_python_that_it_takes(kind: str, tmp_path: Path) -> N
         (root / ".venv/bin").mkdir(parents=True)
         (root / ".venv/bin/python").symlink_to(tmp_path / "gone")
 
-    def run(python3: str) -> subprocess.CompletedProcess[str]:
+    def run(python3: str) -> CompletedProcess[str]:
         return subprocess.run(
             [root / "launch/local.sh", "--help"],
             env={"PATH": programs(tmp_path, {"python3": python3})},
@@ -224,18 +221,10 @@ def test_job_that_slurm_does_not_requeue_ends_with_75(tmp_path: Path) -> None:
 def test_ranks_of_a_gpu_machine_share_its_cores(
     cores: int, own: str, threads: int, tmp_path: Path
 ) -> None:
-    path = programs(
-        tmp_path,
-        {
-            "nvidia-smi": "",
-            # Torch sees four GPUs; other calls say what they would run on.
-            "r3": f'case "$*" in -c*) echo 4;; *limits.py) echo {cores};; '
-            '*) echo "$* on $OMP_NUM_THREADS";; esac',
-        },
-    )
-    own_words = {"PATH": path, "PYTHON": str(tmp_path / "r3"), "OMP_NUM_THREADS": own}
-    done = program(ROOT / "launch/local.sh", "tiny", env=own_words)
-    (ranks,) = done.stdout.splitlines()
+    # Torch sees four GPUs; other calls say what they would run on.
+    cases = f'-c*) echo 4;; *limits.py) echo {cores};; *) echo "$* on $OMP_NUM_THREADS";;'
+    texts = {"nvidia-smi": "", "r3": f'case "$*" in {cases} esac'}
+    (ranks,) = local(tmp_path, texts, OMP_NUM_THREADS=own).stdout.splitlines()
     # Checked first, and not forked: CUDA does not survive that.
     assert "/launch/ranks.py --check --standalone --nproc_per_node 4 " in ranks
     assert ranks.endswith(f" on {threads}")

@@ -53,18 +53,13 @@ SOUND = {
 def test_both_ends_of_the_account_must_agree() -> None:
     reconcile(SOUND)
     reconcile({"routing/rows_replayed": 9.0})  # r2: recorded in the policy, nothing was captured
-    for change, message in {
-        "routing/rows_replayed 5": (
-            "counted 5 rows replayed, generation 6 rows captured: rows were lost"
-        ),
-        "routing/rows_replayed 6.25": "counted 6.25 rows replayed.*: rows were added",
-        "routing/rows_live 7": (
-            "counted 7 rows routed live, generation 6 rows missing or last of a sequence"
-        ),
-    }.items():
-        name, value = change.split()
+    for name, count, message in (
+        ("replayed", 5, "counted 5 rows replayed, generation 6 rows captured: rows were lost"),
+        ("replayed", 6.25, "counted 6.25 rows replayed.*: rows were added"),
+        ("live", 7, "counted 7 rows routed live, generation 6 rows missing or last of a sequence"),
+    ):
         with pytest.raises(LedgerError, match=message):
-            reconcile(SOUND | {name: float(value)})
+            reconcile(SOUND | {f"routing/rows_{name}": float(count)})
     with pytest.raises(LedgerError, match="counted 0 rows replayed"):  # routers that never asked
         reconcile({name: value for name, value in SOUND.items() if "replayed" not in name})
 
@@ -91,8 +86,6 @@ def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
         np.concatenate([one.routed_experts[:3], two.routed_experts[3:]]),
     ):
         said = packed(replace(one, routed_experts=wrong), two)
-        assert said.startswith(
-            "rollout prompt0/0: its packed tokens and routes are not those that were sent"
-        )
+        assert said.startswith("rollout prompt0/0: its packed tokens and routes are not those")
     assert packed(two, one) != ""  # whole rollouts under each other's names
     assert "prompt1/0" in packed(one, replace(two, tokens_T=one.tokens_T))

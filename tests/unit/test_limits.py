@@ -86,10 +86,7 @@ def test_every_form_of_omp_num_threads_is_read(value: str, threads: int) -> None
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
-        (
-            "ulimit -n 64",
-            r"ulimit -n = '64': a rank may open 64 files and needs at least 96\. Fix: ",
-        ),
+        ("ulimit -n 64", r"ulimit -n = '64': a rank may open 64 files and needs at least 96\. Fix"),
         ("ulimit -v 1500000", r"ulimit -v = '1500000': limits the address space to 1\.43 GiB"),
         ("ulimit -Sn 64", ""),  # which is raised
         ("ulimit -n 256 -v 20000000", ""),

@@ -20,6 +20,7 @@ import pytest
 from r3.config import ConfigError
 from r3.run import hold, require_free
 from r3.runtime.device import free_port
+from tests.runs import program
 from tests.world import ROOT
 
 _HOLDER = (
@@ -29,15 +30,7 @@ _HOLDER = (
 
 
 Starts = Callable[[str], subprocess.Popen[str]]
-HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
-
-
-def python(program: str, *words: str) -> list[str]:
-    return [sys.executable, "-c", program, *words]
-
-
-def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, **HERE, capture_output=True, timeout=100)
+PYTHON = (sys.executable, "-c")
 
 
 @pytest.fixture
@@ -45,9 +38,10 @@ def start(tmp_path: Path) -> Iterator[Starts]:
     """Starts a Python program with the test's folder as argument and waits for its first line."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(program: str) -> subprocess.Popen[str]:
+    def run(text: str) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(python(program, str(tmp_path)), **HERE, **pipes)
+        command = [*PYTHON, text, str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline()
         return process
@@ -131,7 +125,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("what", [pytest.param("row", marks=pytest.mark.large), "checkpoint"])
 def test_nothing_is_written_into_a_run_that_took_the_place(what: str, tmp_path: Path) -> None:
-    done = ran(python(_SWAPS, str(tmp_path), what))
+    done = program(*PYTHON, _SWAPS, tmp_path, what)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in done.stderr
     assert (tmp_path / "run/checkpoints/step_000001/r3.json").read_text() == "theirs"
@@ -174,22 +168,22 @@ def test_folder_that_cannot_be_made_is_one_clear_error(below: str, tmp_path: Pat
         hold(tmp_path / below)
 
 
-def ran_on_disk(options: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def ran_on_disk(options: str, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program with an own disk at its folder."""
     mount = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
-    inside = ["unshare", "-Urm", "sh", "-c", mount, str(folder)]
-    if ran([*inside, "true"]).returncode:
+    inside = ("unshare", "-Urm", "sh", "-c", mount, folder)
+    if program(*inside, "true").returncode:
         pytest.skip("this system does not let a user mount a file system")
-    return ran([*inside, *python(program, str(folder))])
+    return program(*inside, *PYTHON, text, folder)
 
 
 def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
     """A disk that no user may write to, root included."""
-    program = (
+    text = (
         "import sys\nfrom pathlib import Path\nfrom r3.run.lock import require_free\n"
         "require_free(Path(sys.argv[1]) / 'new' / 'run')\n"
     )
-    done = ran_on_disk("ro", program, tmp_path)
+    done = ran_on_disk("ro", text, tmp_path)
     assert f"the folder cannot be written: {tmp_path} is read-only" in done.stderr
 
 
@@ -228,13 +222,13 @@ def test_a_folder_of_another_user_names_file_and_owner() -> None:
 
 
 def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:
-    program = (
+    text = (
         "import sys\nfrom pathlib import Path\nfrom r3.run.folder import RunDir\n"
         "from r3.run.open import open_run\nfrom tests.tiny import tiny_config\n"
         "open_run(RunDir(Path(sys.argv[1]) / 'run'), tiny_config(), writes=True)\n"
     )
     # Room for the folder and its lock, not for config.yaml.
-    done = ran_on_disk("size=8k", program, tmp_path)
+    done = ran_on_disk("size=8k", text, tmp_path)
     last = done.stderr.strip().rpartition("ConfigError: ")[2]
     assert "the folder cannot be written: No space left on device" in last, done.stderr
     assert f"log.dir = '{tmp_path / 'run'}'" in last
@@ -268,7 +262,7 @@ def test_rank_that_still_imports_dies_with_its_launcher(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", launcher, str(tmp_path)],
         cwd=ROOT,
-        env=os.environ | rank | address | {"PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": "2"},
+        env=os.environ | rank | address | {"LOCAL_WORLD_SIZE": "2"},
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None

@@ -312,12 +312,6 @@ def test_bounds_of_corrections_are_met_from_both_sides() -> None:
     assert weights(geometric, outside)[0] == [0.0] * 5
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_without_mismatch_is_a_no_op(name: str) -> None:
-    found = correct(CORRECTIONS[name], random_batch(3)[0])
-    assert (found.weights_N == 1.0).all() and not found.cut_N.any()
-
-
 def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> None:
     inputs, _ = random_batch(3)
     uncapped = CORRECTIONS["token_tis"]._replace(high=math.inf)
@@ -331,6 +325,8 @@ def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> Non
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_carry_no_gradient_and_masked_tokens_have_no_part(name: str) -> None:
     inputs, _ = random_batch(4)
+    equal = correct(CORRECTIONS[name], inputs)  # pi_old is mu
+    assert (equal.weights_N == 1.0).all() and not equal.cut_N.any()
     old_N, off = inputs.logprobs_N.clone().requires_grad_(), ~inputs.on_N
     found = correct(CORRECTIONS[name], replace(inputs, old_logprobs_N=old_N))
     assert not found.weights_N.requires_grad and found.weights_N.dtype == torch.float32

@@ -19,9 +19,9 @@ from transformers import AutoModelForSequenceClassification
 from r3.config import ConfigError, RewardConfig
 from r3.judges import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
-from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.families import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier
+from tests.memory import CPU
 from tests.tiny import QUESTION as PROMPT
 from tests.tiny import responded
 
@@ -296,11 +296,8 @@ def test_a_model_that_cannot_run_ends_the_run() -> None:
 
 
 def test_on_cpu_the_model_stays_where_it_is(model: RewardModel) -> None:
-    device = Device(
-        torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
-    )
     before = model.score("7", PROMPT)
-    model.wake(device)
-    model.sleep(device)
+    model.wake(CPU)
+    model.sleep(CPU)
     assert model.score("7", PROMPT) == before
     assert model.nbytes > 4 * 512 * 64
