@@ -26,7 +26,7 @@ from r3.rollout import read_task
 from r3.user_code import load, time_limit
 from tests.errors import Patch
 from tests.settings import found, found_in_files
-from tests.tiny import tiny_config
+from tests.tiny import edit_json, tiny_config
 
 
 @pytest.fixture
@@ -49,13 +49,7 @@ def test_import_that_never_ends_names_the_file(body: str, tmp_path: Path) -> Non
     assert time.monotonic() - began < 10
     path.write_text("def score(response, prompt): return 1.0\n")
     assert load(f"{path}:score", limit_s=0.5)("", None) == 1.0
-
-
-def test_time_limit_ends_with_the_import(tmp_path: Path) -> None:
-    path = tmp_path / "quick.py"
-    path.write_text("def score(response, prompt): return 1.0\n")
-    load(f"{path}:score", limit_s=0.2)
-    time.sleep(0.4)  # an alarm that was left would raise here
+    time.sleep(0.7)  # an alarm that was left would raise here
 
 
 def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
@@ -65,40 +59,18 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
         assert rows == [] and problem.column == "file"
 
 
-WRONG_KINDS: list[tuple[str, list[object]]] = [
-    *(("rope_parameters", ["x", [1]]), ("rms_norm_eps", ["small", True]), ("layer_types", [5])),
-    *(("mlp_only_layers", [3, ["0"]]), ("architectures", [[["a"]], {"a": 1}])),
-    *(("tie_word_embeddings", ["yes"]), ("eos_token_id", ["</s>", [1.5]])),
-]
-
-
-@pytest.mark.parametrize(("key", "odd"), WRONG_KINDS)
-def test_config_value_of_the_wrong_kind_is_named(key: str, odd: list[object]) -> None:
-    for value in odd:
-        with pytest.raises(ShapeError, match=f"key {key} must be "):
-            ModelShape.from_hf(HF_TINY | {key: value})
-
-
-def shrink_vocabulary(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": 16}))
-
-
 @pytest.mark.parametrize(
-    "damage",
+    ("file", "content"),
     [
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        lambda folder: (folder / "tokenizer.json").write_text('{"version"'),
-        lambda folder: (folder / "tokenizer.json").write_text("[]"),
-        lambda folder: (folder / "tokenizer_config.json").write_text("{"),
-        lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
-        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}"),
-        shrink_vocabulary,
+        *(("tokenizer.json", b"{}"), ("tokenizer.json", b'{"version"'), ("tokenizer.json", b"[]")),
+        *(("tokenizer_config.json", b"{"), ("tokenizer_config.json", b"[]")),
+        ("chat_template.jinja", b"\xff\xfe{{ messages }}"),
+        ("config.json", json.dumps(HF_TINY | {"vocab_size": 16}).encode()),
     ],
 )
-def test_broken_tokenizer_is_one_message(damage: Callable[[Path], object], model: Path) -> None:
+def test_broken_tokenizer_is_one_message(file: str, content: bytes, model: Path) -> None:
     read_task(small_task(model))
-    damage(model)
+    (model / file).write_bytes(content)
     with pytest.raises(ConfigError, match=r"model\.path .*its tokenizer"):
         read_task(small_task(model))
 
@@ -254,18 +226,14 @@ def test_weights_of_a_type_not_to_be_loaded_are_refused(dtype: torch.dtype, mode
 def test_a_file_of_weights_that_is_none_is_named(kind: str, model: Path) -> None:
     # Under its standard name, the file of weights would be the only one that is read.
     (model / "model.safetensors").rename(model / "most.safetensors")
-    more = model / "more.safetensors"
-    if kind == "twice":
-        save_file({"model.norm.weight": torch.zeros(3)}, more)
-    elif kind == "folder":
-        more.mkdir()
-    elif kind == "broken link":
-        more.symlink_to(model / "nowhere")
-    elif kind == "fifo":
-        os.mkfifo(more)
-    else:
-        header = b'{"a": ' + b"[" * 100_000
-        more.write_bytes(struct.pack("<Q", len(header)) + header)
+    more, header = model / "more.safetensors", b'{"a": ' + b"[" * 100_000
+    {
+        "twice": lambda: save_file({"model.norm.weight": torch.zeros(3)}, more),
+        "folder": more.mkdir,
+        "broken link": lambda: more.symlink_to(model / "nowhere"),
+        "fifo": lambda: os.mkfifo(more),
+        "nested": lambda: more.write_bytes(struct.pack("<Q", len(header)) + header),
+    }[kind]()
     expected = {"twice": "tensor model.norm.weight is in m", "nested": "is not a whole safe"}
     assert expected.get(kind, "more.safetensors is a ") in faults_of(model)
 
@@ -278,9 +246,7 @@ def test_a_model_file_that_is_a_fifo_is_refused(name: str, model: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(model: Path) -> None:
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings.pop("eos_token")
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit_json(model / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ConfigError, match="names no eos_token"):
         read_task(small_task(model))
 
@@ -339,17 +305,3 @@ def test_a_settings_file_that_explodes_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_yaml(text)
     assert len(str(error.value)) < 2000
-
-
-@pytest.mark.parametrize(
-    ("section", "fields"),
-    [
-        *(("rollout", {"temperature": 1e30}), ("rollout", {"temperature": 1e-3})),
-        ("eval", {"temperature": (1e-8,)}),
-        *(("engine", {"max_num_seqs": 10**9}), ("engine", {"kv_cache_gib": 1e6})),
-    ],
-)
-def test_a_value_the_engine_cannot_use_is_refused(section: str, fields: dict[str, Any]) -> None:
-    (name,) = fields
-    found = [problem.place for problem in problems(tiny_config(**{section: fields}), 1)]
-    assert found == [f"{section}.{name}"]

@@ -14,27 +14,11 @@ from r3.tools.beside import Surroundings
 from r3.user_code import load
 from tests.errors import Capsys
 from tests.runs import program
+from tests.tables import table
 from tests.world import ROOT
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("torch.set_default_dtype(torch.bfloat16)", "default dtype from torch.float32 to torch.bf"),
-        ("torch.set_default_device('meta')", "default device from cpu to meta"),
-        ("torch.set_grad_enabled(False)", "gradients from True to False"),
-        ("torch.set_num_threads(torch.get_num_threads() + 1)", "torch's threads from"),
-        ("torch.set_float32_matmul_precision('medium')", "matmul precision from highest to medium"),
-        ("torch.use_deterministic_algorithms(True)", "torch's deterministic mode from 0 to 2"),
-        ("numpy.seterr(all='raise')", "numpy's errors from divide=warn"),
-        ("os.chdir('/')", "the working folder from "),
-        ("import warnings; warnings.simplefilter('error')", "warnings that raise errors from"),
-        ("os.environ['LOCAL_RANK'] = '7'", "ranks from LOCAL_RANK=None to LOCAL_RANK=7"),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''", "variables of the ranks from CUDA_VISIBLE"),
-        ("locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')", "the locale from "),
-        ("signal.signal(signal.SIGTERM, print)", "signal handlers from SIGTERM="),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), table("process_changes"))
 def test_a_file_that_changes_the_process_when_it_is_imported_is_undone(
     line: str, said: str, tmp_path: Path, capsys: Capsys
 ) -> None:
@@ -108,15 +92,8 @@ def test_a_console_that_takes_no_line_ends_no_program(console: str, tmp_path: Pa
 
 def test_streams_that_were_closed_are_no_file_of_the_run(tmp_path: Path) -> None:
     """Without, the lock of the folder would be the console."""
-    text = (
-        "import os, sys\n"
-        "from r3.runtime.terminal import own_streams, say\n"
-        "own_streams()\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "say('a line')\n"
-        "os.write(2, b'another')\n"
-        "file.write('its own')\n"
-    )
+    text = "import os, sys; from r3.runtime.terminal import own_streams, say; own_streams(); "
+    text += "file = open(sys.argv[1], 'w'); say('a'); os.write(2, b'b'); file.write('its own')"
     command = f'{sys.executable} -c "$0" "$1" <&- >&- 2>&-'
     file = tmp_path / "file"
     subprocess.run(["bash", "-c", command, text, file], cwd=ROOT, timeout=60, check=True)

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,14 @@ from r3.types import Rollout
 from tests.families import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier
 from tests.memory import CPU
 from tests.tiny import QUESTION as PROMPT
-from tests.tiny import responded
+from tests.tiny import edit_json, responded
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
     path = classifier(tmp_path_factory.mktemp("classifier"))
-    return RewardConfig(
-        function=("model",),
-        model_path=str(path),
-        model_dtype="float32",
-        model_batch=8,
-        model_wait_s=0.02,
-    )
+    of_model: dict[str, Any] = dict(model_dtype="float32", model_batch=8, model_wait_s=0.02)
+    return RewardConfig(function=("model",), model_path=str(path), **of_model)
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +41,23 @@ def rollouts(count: int) -> list[Rollout]:
     """Conversations of many lengths."""
     generator = random.Random(0)
     words = ("3", "+", "so", "apples", "####", "7")
-    return [
-        responded(" ".join(generator.choices(words, k=generator.randint(1, 60))))
-        for _ in range(count)
-    ]
+    sizes = (generator.randint(1, 60) for _ in range(count))
+    return [responded(" ".join(generator.choices(words, k=size))) for size in sizes]
 
 
 def test_a_row_may_name_the_reward_model(settings: RewardConfig, model: RewardModel) -> None:
     settings = replace(settings, function=("row",), row_functions=("exact", "model"))
     scorer = make_scorer(settings, model=model)
     (rollout,) = rollouts(1)
-    scores = {
-        name: scorer(rollout, replace(PROMPT, metadata={"verifier": name}))
-        for name in ("exact", "model")
-    }
+    named = [replace(PROMPT, metadata={"verifier": name}) for name in settings.row_functions]
+    scores = [scorer(rollout, prompt) for prompt in named]
     scorer.close()
     # A batch of one on both sides: the same arithmetic.
-    assert scores == {"exact": 0.0, "model": model.score(rollout.response, PROMPT)}
-
-
-def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: RewardModel) -> None:
-    scorer = make_scorer(settings, model=model)
-    answers = rollouts(50)
-    for key, rollout in enumerate(answers):
-        scorer.submit(key, rollout, PROMPT)
-        if key % 17 == 16:
-            time.sleep(0.05)  # some come late
-    found: dict[Any, float] = {}
-    while scorer.outstanding:
-        found |= {reward_result.key: reward_result.reward for reward_result in scorer.poll(5.0)}
-    single = [model.score(rollout.response, PROMPT) for rollout in answers]
-    scorer.close()
-    assert max(abs(found[key] - single[key]) for key in range(50)) <= CLASSIFIER_TOLERANCE
-    assert max(single) - min(single) > 100 * CLASSIFIER_TOLERANCE  # they do differ
+    assert scores == [0.0, model.score(rollout.response, PROMPT)]
 
 
 PADDING = {
-    "the tokenizer names no padding token": ("", None),
+    "the tokenizer names no padding token": (None, None),
     "the model names the end token": ("<|im_end|>", 2),
     "only the tokenizer names one, the end token": ("<|im_end|>", None),
 }
@@ -98,10 +72,7 @@ def test_scores_are_those_of_transformers_alone(
     """
     of_tokenizer, of_model = PADDING[case]
     path = edited(settings, tmp_path, pad_token_id=of_model)
-    facts = json.loads((path / "tokenizer_config.json").read_text())
-    facts.pop("pad_token", None)
-    facts |= {"pad_token": of_tokenizer} if of_tokenizer else {}
-    (path / "tokenizer_config.json").write_text(json.dumps(facts))
+    edit_json(path / "tokenizer_config.json", pad_token=of_tokenizer)
     template = (path / "chat_template.jinja").read_text()
     (path / "chat_template.jinja").write_text(template.rstrip() + "<|im_end|>")
     model = RewardModel(replace(settings, model_path=str(path)))
@@ -125,54 +96,35 @@ def test_scores_are_those_of_transformers_alone(
 def edited(settings: RewardConfig, folder: Path, **facts: Any) -> Path:
     """A copy of the model's folder with other facts in config.json."""
     path = shutil.copytree(settings.model_path, folder / "edited")
-    config = json.loads((path / "config.json").read_text()) | facts
-    (path / "config.json").write_text(json.dumps(config))
+    edit_json(path / "config.json", **facts)
     return path
-
-
-def with_tensors(
-    settings: RewardConfig, folder: Path, change: Callable[[dict[str, Any]], Any]
-) -> RewardModel:
-    """The model of a folder whose tensors were changed."""
-    path = edited(settings, folder)
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return RewardModel(replace(settings, model_path=str(path)))
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (
-            lambda tensors: tensors.pop("score.weight"),
-            "its files have no score.weight, which would be random",
-        ),
-        (
-            lambda tensors: [tensors.pop(name) for name in [*tensors] if ".layers.1." in name],
-            "layers.1.mlp.gate_proj.weight and 6 more tensors, which would be random",
-        ),
-        (
-            lambda tensors: tensors.update({"score.weight": tensors["score.weight"].repeat(2, 1)}),
-            "its files have another shape of score.weight",
-        ),
+        (lambda name, one: {}, "files have no score.weight, which would be random"),
+        (lambda name, one: {name: one.repeat(2, 1)}, "files have another shape of score.weight"),
+        (lambda name, one: {"value_head.weight": one}, ""),
     ],
 )
-def test_a_tensor_that_is_not_in_the_files_is_refused(
-    settings: RewardConfig, tmp_path: Path, change: Callable[[dict[str, Any]], Any], rule: str
+def test_a_head_is_in_the_files_under_a_known_name(
+    settings: RewardConfig, model: RewardModel, tmp_path: Path, change: Any, rule: str
 ) -> None:
+    path, name = edited(settings, tmp_path), "score.weight"
+    tensors = load_file(path / "model.safetensors")
+    tensors |= change(name, tensors.pop(name))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    settings = replace(settings, model_path=str(path))
+    if not rule:
+        assert RewardModel(settings).score("7", PROMPT) == model.score("7", PROMPT)
+        return
+    tensors = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
     with pytest.raises(ConfigError, match=rule):
-        with_tensors(settings, tmp_path, change)
-
-
-def test_a_head_of_another_name_is_read(
-    settings: RewardConfig, model: RewardModel, tmp_path: Path
-) -> None:
-    def rename(tensors: dict[str, Any]) -> None:
-        tensors["value_head.weight"] = tensors.pop("score.weight")
-
-    same = with_tensors(settings, tmp_path, rename)
-    assert same.score("7", PROMPT) == model.score("7", PROMPT)
+        RewardModel(settings)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.gate_proj.weight and \d more tensors"):
+        RewardModel(settings)
 
 
 @pytest.mark.parametrize("on_error", ["zero", "stop"])
@@ -236,9 +188,8 @@ def batches(seen: list[list[int]], **limits: Any) -> Batches:
         time.sleep(0.05)
         return [float(len(each)) for each in conversations]
 
-    return Batches(
-        lambda n, _: [n] * n, score_many, **{"size": 4, "tokens": 100, "wait_s": 0.2} | limits
-    )
+    limits = {"size": 4, "tokens": 100, "wait_s": 0.2} | limits
+    return Batches(lambda n, _: [n] * n, score_many, **limits)
 
 
 def scored(place: Batches, lengths: list[int]) -> dict[int, float]:
@@ -277,9 +228,7 @@ def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(
 ) -> None:
     scorer = make_scorer(settings, model=model)
     scorer.submit(0, replace(rollouts(1)[0], response="apples " * CLASSIFIER_CONTEXT), PROMPT)
-    with pytest.raises(
-        RewardError, match=f"tokens, the reward model's context {CLASSIFIER_CONTEXT}"
-    ):
+    with pytest.raises(RewardError, match=f"the reward model's context {CLASSIFIER_CONTEXT}"):
         scorer.poll(10.0)
     scorer.close()
 

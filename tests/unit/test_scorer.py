@@ -22,6 +22,7 @@ from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task
 from r3.types import Prompt, Rollout
 from tests.errors import Capsys, Patch
+from tests.tables import table
 from tests.tiny import FEW_ROWS, tiny_config
 from tests.tiny import QUESTION as PROMPT
 from tests.tiny import responded as rollout
@@ -275,9 +276,8 @@ def test_a_group_is_not_scored_before_it_is_complete(file: Path) -> None:
 
 
 def test_groups_are_parts_of_a_sum_and_return_arrays_and_metrics(file: Path) -> None:
-    settings: dict[str, Any] = {"weights": (1.0, 0.5, 0, 0), "args": ("rank.scale=4",)}
     functions = (f"{file}:{name}" for name in ("length", "rank", "share", "measured"))
-    with judging(*functions, **settings) as scorer:
+    with judging(*functions, weights=(1.0, 0.5, 0, 0), args=("rank.scale=4",)) as scorer:
         ((a, b),) = of_groups(scorer, [["b" * 10, "a" * 20]])
     assert a.parts == {"length": 1.0, "rank": 4.0, "share": 0.5, "measured": 10.0}
     assert b.parts == {"length": 2.0, "rank": 0.0, "share": 0.5, "measured": 20.0}
@@ -325,16 +325,15 @@ def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
 def test_a_function_of_weight_0_that_fails_leaves_the_sum(
     file: Path, on_error: str, capsys: Capsys
 ) -> None:
-    settings: dict[str, Any] = {"on_error": on_error, "retries": 0}
     functions = ("gsm8k", f"{file}:crash")
-    with judging(*functions, weights=(1.0, 0.0), **settings) as scorer:
+    with judging(*functions, weights=(1.0, 0.0), on_error=on_error) as scorer:
         found = reward_results(scorer, ["#### 7", "#### 8"])
     assert [found[0].reward, found[1].reward] == [1.0, 0.0]
     for each in found.values():
         assert not each.failure and "ZeroDivisionError" in each.unreported
     assert found[0].parts == {"gsm8k": 1.0}
     assert capsys.readouterr().err.count("reward crash failed") == 1, "the first one is shown"
-    with judging(*functions, weights=(1.0, 0.1), **settings) as scorer:
+    with judging(*functions, weights=(1.0, 0.1), on_error=on_error) as scorer:
         found = reward_results(scorer, ["#### 7"])
     assert found[0].reward == 0.0 and "ZeroDivisionError" in found[0].failure
 
@@ -390,8 +389,8 @@ def test_interrupts_are_not_rewards() -> None:
 def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
     file: Path, name: str, kind: str, capsys: Capsys
 ) -> None:
-    settings: dict[str, Any] = {"workers": 1, "timeout_s": 2.0, "on_error": "zero"}
-    with judging("gsm8k", f"{file}:{name}", **settings) as scorer:
+    functions = "gsm8k", f"{file}:{name}"
+    with judging(*functions, workers=1, timeout_s=2.0, on_error="zero") as scorer:
         found = reward_results(scorer, ["#### 7", f"#### 7 {name}", "#### 7"])
         counts = scorer.take_counts()
     assert [found[key].reward for key in range(3)] == [2.0, 0.0, 2.0]
@@ -430,6 +429,7 @@ def test_math_without_its_package_names_the_package(monkeypatch: Patch) -> None:
 # ---- HTTP
 
 Answer = tuple[int, Any, dict[str, str]]
+Behaviour = Callable[[int, dict[str, Any]], Answer]
 
 
 class Server:
@@ -437,9 +437,8 @@ class Server:
     body)` answers request n.
     """
 
-    def __init__(self, behave: Callable[[int, dict[str, Any]], Answer]) -> None:
+    def __init__(self, behave: Behaviour) -> None:
         self.seen: list[tuple[float, dict[str, Any], str]] = []
-        self.most = self.now = 0
         lock, outer = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
@@ -451,11 +450,7 @@ class Server:
                 with lock:
                     outer.seen.append((time.monotonic(), body, how))
                     number = len(outer.seen)
-                    outer.now += 1
-                    outer.most = max(outer.most, outer.now)
                 status, content, headers = behave(number, body)
-                with lock:
-                    outer.now -= 1
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -487,16 +482,23 @@ class Server:
 
 
 @contextmanager
-def served(
-    behave: Callable[[int, dict[str, Any]], Answer], **settings: Any
-) -> Iterator[tuple[Scorer, Server]]:
-    server = Server(behave)
+def serving(behave: Behaviour | Answer) -> Iterator[Server]:
+    server = Server(behave if callable(behave) else lambda number, body: behave)
     try:
-        defaults = {"url": server.url, "model": "grader", "backoff_s": 0.05, "timeout_s": 20.0}
-        with judging("http", **defaults | settings) as scorer:
-            yield scorer, server
+        yield server
     finally:
         server.close()
+
+
+@contextmanager
+def served(
+    behave: Behaviour | Answer, *functions: str, query: str = "", **settings: Any
+) -> Iterator[tuple[Scorer, Server]]:
+    with serving(behave) as server:
+        defaults = {"model": "grader", "backoff_s": 0.05, "timeout_s": 20.0}
+        defaults |= {"url": server.url + query}
+        with judging(*functions or ("http",), **defaults | settings) as scorer:
+            yield scorer, server
 
 
 def completion(text: Any, reason: str = "stop") -> Answer:
@@ -504,20 +506,22 @@ def completion(text: Any, reason: str = "stop") -> Answer:
     return 200, {"choices": [{"message": message, "finish_reason": reason}]}, {}
 
 
+RIGHT = completion('{"score": 1}')
+
+
 def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
     """One data set of several domains: a response goes to its row's function and to no other."""
-    server = Server(lambda number, body: completion('{"score": 0.25}'))
     expected = {"gsm8k": 1.0, "exact": 0.0, "math": 1.0, "http": 0.25, "short": 0.0, "length": 0.8}
     functions = ("gsm8k", "exact", "math", "http", f"{file}:short", f"{file}:length")
-    settings: dict[str, Any] = {"url": server.url, "model": "grader", "on_error": "zero"}
-    settings |= {"row_functions": functions, "weights": (2.0, 1.0), "args": ("short.limit=3",)}
-    with judging("row", f"{file}:later", **settings) as scorer:
+    settings: dict[str, Any] = {"on_error": "zero", "args": ("short.limit=3",)}
+    settings |= {"row_functions": functions, "weights": (2.0, 1.0)}
+    behave = completion('{"score": 0.25}')
+    with served(behave, "row", f"{file}:later", **settings) as (scorer, server):
         for name in (*expected, "other"):
             prompt = replace(PROMPT, metadata={"verifier": name})
             assert scorer.path(prompt) == (name if name in expected else "row", "later")
             scorer.submit(name, rollout("#### 7.0"), prompt)
         results = finished(scorer)
-    server.close()
     for name, value in expected.items():
         assert results[name].parts == {"row": value, "later": 2.0, f"row_{name}": value}
         assert results[name].reward == 2.0 * value + 2.0
@@ -527,9 +531,13 @@ def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
 
 def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
+    running, at_once = set[int](), list[int]()
 
     def behave(number: int, body: dict[str, Any]) -> Answer:
+        running.add(number)
+        at_once.append(len(running))
         time.sleep(0.1)
+        running.remove(number)
         said = body["messages"][0]["content"]
         assert "3 + 4?" in said and "#### 7" in said
         score = float("Response:\n#### 7" in said)
@@ -540,7 +548,7 @@ def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: Patch) -> 
         found = reward_results(scorer, ["#### 7", "#### 8"] * 6)
         seconds = time.monotonic() - began
     assert [found[key].reward for key in range(12)] == [1.0, 0.0] * 6
-    assert server.most == 3
+    assert max(at_once) == 3
     assert seconds >= 0.4  # twelve of 0.1 s, three at a time
     assert {how for _, _, how in server.seen} == {"/v1/chat/completions Bearer secret"}
     assert server.seen[0][1]["model"] == "grader" and server.seen[0][1]["temperature"] == 0.0
@@ -548,11 +556,8 @@ def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: Patch) -> 
 
 def test_a_key_that_the_server_repeats_is_masked(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "sk-secret")
-    refusal = 401, "wrong key: Bearer sk-secret", {}
-    with (
-        served(lambda number, body: refusal, api_key_env="GRADER_KEY") as (scorer, server),
-        pytest.raises(RewardError) as error,
-    ):
+    served_once = served((401, "wrong key: Bearer sk-secret", {}), api_key_env="GRADER_KEY")
+    with served_once as (scorer, server), pytest.raises(RewardError) as error:
         scorer(rollout("1"), PROMPT)
     assert server.seen[0][2].endswith("Bearer sk-secret")
     assert "answered 401: wrong key: Bearer [hidden]" in str(error.value)
@@ -575,12 +580,6 @@ def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
     assert all(pause >= least for pause, least in zip(pauses, (1.0, 0.1, 0.2), strict=True))
 
 
-@contextmanager
-def asking(url: str, **settings: Any) -> Iterator[Scorer]:
-    with judging("http", url=url, model="grader", **settings) as scorer:
-        yield scorer
-
-
 @pytest.mark.parametrize(
     ("header", "pause_s"),
     [
@@ -590,14 +589,13 @@ def asking(url: str, **settings: Any) -> Iterator[Scorer]:
     ],
 )
 def test_retry_after_is_capped(header: str, pause_s: float) -> None:
-    server = Server(lambda number, body: (429, "slow down", {"Retry-After": header}))
-    settings = RewardConfig(function=("http",), url=server.url, model="grader")
-    judge = extras.judge("http", "http", settings, model=None, renderer=None)
-    with pytest.raises(CallError) as caught:
-        asyncio.run(judge.function("r", PROMPT))
+    with serving((429, "slow down", {"Retry-After": header})) as server:
+        settings = RewardConfig(function=("http",), url=server.url, model="grader")
+        judge = extras.judge("http", "http", settings, model=None, renderer=None)
+        with pytest.raises(CallError) as caught:
+            asyncio.run(judge.function("r", PROMPT))
+        judge.pool.close()
     assert caught.value.wait_s == pause_s
-    judge.pool.close()
-    server.close()
 
 
 def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
@@ -617,7 +615,7 @@ def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
 
 def test_a_body_without_end_is_cut() -> None:
     endless = (200, repeat(b"x" * 65536), {})
-    with served(lambda number, body: endless, timeout_s=60.0, on_error="zero") as (scorer, _):
+    with served(endless, timeout_s=60.0, on_error="zero") as (scorer, _):
         found = reward_results(scorer, ["slow"])
     assert "sent more than 4194304 bytes" in found[0].failure
 
@@ -663,7 +661,7 @@ def test_text_that_is_hard_to_parse_takes_no_time(part: str, tmp_path: Path) -> 
 def test_an_error_quotes_what_the_server_sent(
     answer: Answer, settings: dict[str, Any], rule: str, requests: int
 ) -> None:
-    with served(lambda number, body: answer, **settings) as (scorer, server):
+    with served(answer, **settings) as (scorer, server):
         scorer.submit(0, rollout("my answer"), PROMPT)
         with pytest.raises(RewardError, match=rule) as caught:
             while True:
@@ -673,53 +671,27 @@ def test_an_error_quotes_what_the_server_sent(
 
 
 def test_an_absent_server_is_asked_again_and_named() -> None:
-    with served(lambda number, body: completion("1"), retries=2) as (scorer, server):
+    with served(completion("1"), retries=2) as (scorer, server):
         server.close()
         with pytest.raises(RewardError, match="ConnectError"):
             scorer(rollout("r"), PROMPT)
         assert scorer.take_counts() == {"calls": 1, "errors": 3, "retries": 2}
 
 
+BY_PATTERN = [("Score: 3, no, Score: 4.5", "4.5"), ("<think>Score: 2</think>Score: 3", "3")]
+BY_PATTERN += [("Score: high", "refused"), ('{"score": 1}', "refused")]
+BY_JSON = [*table("judge_replies"), ["", "refused"], [f'{{"score": {"9" * 400}}}', "refused"]]
+
+
 @pytest.mark.parametrize(
-    ("pattern", "scores", "refused"),
-    [
-        (
-            "",
-            {
-                '{"score": 0.25}': 0.25,
-                '{"score": 1} no: {"score": 0}': 0.0,  # the last one counts
-                '```json\n{"why": {"a": 1}, "score": -2}\n```': -2.0,
-                '{"score": "0.5"}': 0.5,
-                '{"why": "one\ntwo", "score": 1}': 1.0,
-                '{"why": "as \\left(\\frac{1}{2}", "score": 0.5}': 0.5,
-                '{"score": 1} or rather\n"score": 0': 0.0,
-                '{"score": 1, "why": "not \\"score\\": 0"}': 1.0,
-                '{"score": 1, "parts": {"score": 0}}': 1.0,
-                '<think>{"score": 0}</think>\n{"score": 1}': 1.0,
-                'a draft {"score": 0}</think>{"score": 1}': 1.0,
-            },
-            [
-                *("", "1", '{"score": "high"}', '{"score": true}', '{"score": NaN}', "{"),
-                *('<think>{"score": 1}</think> hard to say', '<think>{"score": 1}'),
-                *('{"score": 1}</think>', f'{{"score": {"9" * 400}}}', '{"score": "1e999"}'),
-                '"score": 1, or more',
-            ],
-        ),
-        (
-            r"Score: *([\d.]+)",
-            {"Score: 3, no, Score: 4.5": 4.5, "<think>Score: 2</think>Score: 3": 3.0},
-            ["Score: high", '{"score": 1}'],
-        ),
-    ],
-    ids=["JSON", "pattern"],
+    ("pattern", "rows"), [("", BY_JSON), (r"Score: *([\d.]+)", BY_PATTERN)], ids=["JSON", "pattern"]
 )
-def test_a_reply_has_a_score_or_is_refused(
-    pattern: str, scores: dict[str, float], refused: list[str], tmp_path: Path
-) -> None:
+def test_a_reply_has_a_score_or_is_refused(pattern: str, rows: Any, tmp_path: Path) -> None:
     with echoing(tmp_path, pattern=pattern) as scorer:
-        results = reward_results(scorer, [*scores, *refused])
-    found = [None if each.failure else each.reward for _, each in sorted(results.items())]
-    assert found == [*scores.values(), *[None] * len(refused)]
+        results = reward_results(scorer, [reply for reply, _ in rows])
+    for key, (reply, score) in enumerate(rows):
+        found = "refused" if results[key].failure else f"{results[key].reward:g}"
+        assert found == score, reply
 
 
 def test_a_pattern_that_backtracks_for_ever_is_ended(tmp_path: Path) -> None:
@@ -743,8 +715,7 @@ def test_a_judge_is_shown_the_whole_conversation(tmp_path: Path) -> None:
     said = "{answer} {question}"  # a response cannot reach into the template
     turns = (*messages, {"role": "assistant", "content": said})
     (tmp_path / "judge.txt").write_text("{question}|{response}|{x}")
-    settings: dict[str, Any] = {"prompt_file": f"{tmp_path}/judge.txt"}
-    with served(lambda number, body: completion('{"score": 1}'), **settings) as (scorer, server):
+    with served(RIGHT, prompt_file=f"{tmp_path}/judge.txt") as (scorer, server):
         assert scorer(replace(rollout(said), messages=turns), prompt) == 1.0
     assert server.seen[0][1]["messages"][-1]["content"] == (
         'tools: [{"name": "add"}]\n\nsystem: Be short.\n\nuser: 3 + 4?\n\n'
@@ -753,9 +724,8 @@ def test_a_judge_is_shown_the_whole_conversation(tmp_path: Path) -> None:
 
 
 def test_fields_of_the_request_are_those_that_the_server_takes() -> None:
-    good = completion('{"score": 1}')
     fields = ("max_tokens=null", "temperature=None", "max_completion_tokens=64", "top_k=1")
-    with served(lambda number, body: good, request=fields) as (scorer, server):
+    with served(RIGHT, request=fields) as (scorer, server):
         assert scorer(rollout("r"), PROMPT) == 1.0
     sent = server.seen[0][1]
     del sent["model"], sent["messages"]
@@ -764,10 +734,9 @@ def test_fields_of_the_request_are_those_that_the_server_takes() -> None:
 
 def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
-    server = Server(lambda number, body: completion('{"score": 1}'))
-    with asking(f"{server.url}?api-version=2026-01-01", api_key_env="GRADER_KEY") as scorer:
+    query = "?api-version=2026-01-01"
+    with served(RIGHT, query=query, api_key_env="GRADER_KEY") as (scorer, server):
         assert scorer(rollout("r"), PROMPT) == 1.0
-    server.close()
     assert server.seen[0][2] == "/v1/chat/completions?api-version=2026-01-01 None"
 
 
@@ -776,14 +745,14 @@ def test_a_judge_on_this_machine_is_asked_without_the_proxy(monkeypatch: Patch) 
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    server = Server(lambda number, body: completion('{"score": 1}'))
-    for host in ("127.0.0.1", "localhost"):
-        with asking(server.url.replace("127.0.0.1", host), retries=0) as scorer:
-            assert scorer(rollout("r"), PROMPT) == 1.0
-    server.close()
-    with asking("http://judge.invalid/v1", retries=0, on_error="zero") as scorer:
-        (found,) = reward_results(scorer, ["r"]).values()
-    assert "ConnectError" in found.failure, "others go through the proxy"
+    found = {}
+    with serving(RIGHT) as server:
+        urls = server.url, server.url.replace("127.0.0.1", "localhost"), "http://judge.invalid/v1"
+        for url in urls:
+            with judging("http", url=url, model="grader", on_error="zero") as scorer:
+                found[url] = reward_results(scorer, ["r"])[0]
+    assert [each.reward for each in found.values()] == [1.0, 1.0, 0.0]
+    assert "ConnectError" in found[urls[2]].failure, "others go through the proxy"
 
 
 def test_a_missing_key_is_reported_before_the_run() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from r3 import assets
 from r3.configs import KNOWN_SHAPES
@@ -89,29 +90,19 @@ def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_facts_of_config_json_match_transformers(name: str, folders: dict[str, Path]) -> None:
-    from transformers import AutoConfig
-
-    shape, theirs = ModelShape.read(folders[name]), AutoConfig.from_pretrained(folders[name])
+@pytest.mark.parametrize("defaults", [False, True])
+def test_facts_of_config_json_match_transformers(
+    defaults: bool, name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    hf = json.loads((folders[name] / "config.json").read_text())
+    if defaults:
+        del hf["rope_parameters"]["rope_theta"], hf["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    shape, theirs = ModelShape.from_hf(hf), AutoConfig.from_pretrained(tmp_path)
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.topk == (theirs.num_experts_per_tok if name in MOE_FAMILIES else 0)
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
-
-
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_rope_theta_and_norm_eps_default_as_in_transformers(
-    name: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    from transformers import AutoConfig
-
-    hf = json.loads((folders[name] / "config.json").read_text())
-    del hf["rope_parameters"]["rope_theta"]
-    del hf["rms_norm_eps"]
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    ours, theirs = ModelShape.from_hf(hf), AutoConfig.from_pretrained(tmp_path)
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.norm_eps == theirs.rms_norm_eps
 
 
 def test_rope_keys_of_published_files_are_read_under_both_their_names(
@@ -119,13 +110,8 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(
 ) -> None:
     hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
     published = {  # of DeepSeek-V3's config.json
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"original_max_position_embeddings": 4096, "type": "yarn"},
     }
     del hf["rope_parameters"]
     hf |= {"rope_theta": 10000, "rope_scaling": published, "max_position_embeddings": 163840}
@@ -151,29 +137,20 @@ def test_rope_keys_of_published_gpt_oss_are_read(folders: dict[str, Path]) -> No
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "minimax-m2"),
-        "qwen3-untruncated",
-    ],
+    [*("llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "minimax-m2"), "untruncated"],
 )
 def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from r3.layers import inverse_frequencies
 
-    if name == "qwen3-untruncated":
-        rope = FAMILIES["qwen3-yarn"][1]["rope_parameters"] | {
-            "truncate": False,
-            "attention_factor": 1.3,
-            "rope_theta": 1e6,
-            "beta_fast": 4,
-        }
-        folder = family_checkpoint(tmp_path, "qwen3-yarn", rope_parameters=rope, head_dim=128)
-    else:
-        folder = folders[name]
+    folder = folders.get(name, tmp_path)
+    if name == "untruncated":
+        rope = dict(truncate=False, attention_factor=1.3, rope_theta=1e6, beta_fast=4)
+        rope = FAMILIES["qwen3-yarn"][1]["rope_parameters"] | rope
+        family_checkpoint(folder, "qwen3-yarn", rope_parameters=rope, head_dim=128)
     shape, theirs = ModelShape.read(folder), AutoConfig.from_pretrained(folder)
     dim = shape.rotary_size
     ours = inverse_frequencies(dim, shape.rope_theta, shape.rope_scaling)
@@ -224,10 +201,8 @@ def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str
     without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
     assert with_one.num_mtp_layers == 1
     assert with_one.tensor_shapes == without.tensor_shapes
-    head = {
-        "model.layers.3.eh_proj.weight": (64, 128),
-        "model.layers.3.shared_head.norm.weight": (64,),
-    }
+    head: dict[str, tuple[int, ...]] = {"model.layers.3.eh_proj.weight": (64, 128)}
+    head["model.layers.3.shared_head.norm.weight"] = (64,)
     assert with_one.faults(with_one.tensor_shapes | head) == []
     assert len(without.faults(without.tensor_shapes | head)) == 2
 
@@ -289,11 +264,8 @@ def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
 ) -> None:
     folder = folders["granitemoe"]
     shape = ModelShape.read(folder)
-    on_disk = {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    (file,) = folder.glob("*.safetensors")
+    on_disk = load_file(file)
     with CheckpointReader(folder) as reader:
         reader.require(shape)
         written = dict(joined(((name, reader.read(name)) for name in shape.tensor_shapes), shape))
@@ -302,12 +274,9 @@ def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
         stack = "model.layers.1.block_sparse_moe"
         up, down = (f"{stack}.experts.3.{part}_proj.weight" for part in ("up", "down"))
         # Slices of tensor-parallel ranks. Gate comes before up.
-        assert torch.equal(
-            reader.read(up, 0, 1, 2), on_disk[f"{stack}.input_linear.weight"][3, 60:]
-        )
-        assert torch.equal(
-            reader.read(down, -1, 1, 2), on_disk[f"{stack}.output_linear.weight"][3, :, 20:]
-        )
+        first, second = (on_disk[f"{stack}.{name}_linear.weight"] for name in ("input", "output"))
+        assert torch.equal(reader.read(up, 0, 1, 2), first[3, 60:])
+        assert torch.equal(reader.read(down, -1, 1, 2), second[3, :, 20:])
 
 
 @pytest.mark.parametrize("kind", ["", "stacked", "dense"])
@@ -315,8 +284,6 @@ def test_the_text_model_of_a_model_that_sees_images_is_read_and_exported(
     kind: str, tmp_path: Path
 ) -> None:
     """Exports load as text models: no other model, prefix or stack is in files and config.json."""
-    from transformers import AutoModelForCausalLM
-
     folder, out = tmp_path / "model", tmp_path / "export"
     whole = wrapped_checkpoint(folder, stacked=kind == "stacked", dense=kind == "dense").eval()
     shape = ModelShape.read(folder)
@@ -437,12 +404,9 @@ def test_every_key_that_a_reader_of_the_family_follows_is_read(
     (transformers,) = util.find_spec("transformers").submodule_search_locations
     (vllm,) = util.find_spec("vllm").submodule_search_locations
     models = Path(vllm) / "model_executor/models"
-    code = [
-        *Path(transformers, "models", hf["model_type"].removesuffix("_text")).glob("modeling_*.py")
-    ]
-    listed = re.search(
-        rf'"{hf["architectures"][0]}": \(\s*"(\w+)"', (models / "registry.py").read_text()
-    )
+    folder = Path(transformers, "models", hf["model_type"].removesuffix("_text"))
+    code, registry = [*folder.glob("modeling_*.py")], (models / "registry.py").read_text()
+    listed = re.search(rf'"{hf["architectures"][0]}": \(\s*"(\w+)"', registry)
     code += [models / f"{listed[1]}.py"] if listed else []
     assert code
     followed = set().union(*map(keys_read_by, code))
@@ -479,6 +443,7 @@ def test_keys_of_one_value_may_be_absent_as_transformers_leaves_them(
 
 
 NO_ROPE = {"partial_rotary_factor": None, "rope_parameters": None, "rope_theta": 10000.0}
+NO_TOKENS = {"pad_token_id": -1, "bos_token_id": None}
 # Without key-value heads there are as many as heads.
 OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
 
@@ -496,11 +461,7 @@ OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_
         ("dots1", {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None}, ()),
         ("llama", {}, OLD),
         # The same said twice is no contradiction.
-        (
-            "qwen3_moe",
-            {"num_experts": 8, "num_local_experts": 8, "pad_token_id": -1, "bos_token_id": None},
-            (),
-        ),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 8} | NO_TOKENS, ()),
     ],
 )
 def test_keys_of_published_and_old_files_mean_the_same(

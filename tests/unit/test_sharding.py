@@ -26,13 +26,8 @@ from r3.tools.planning.sync import Traffic, planned_shards, sync_plans
 from tests.families import family
 from tests.memory import peak_bytes
 
-SMALLEST: dict[str, Any] = dict(
-    hidden_size=8,
-    intermediate_size=8,
-    vocab_size=13,  # no multiple of 2 or 4: padded
-    num_hidden_layers=4,
-    head_dim=2,
-)
+SMALLEST: dict[str, Any] = dict(hidden_size=8, intermediate_size=8, head_dim=2)
+SMALLEST |= dict(num_hidden_layers=4, vocab_size=13)  # no multiple of 2 or 4: padded
 _EXPERTS: dict[str, Any] = dict(num_experts=4, moe_intermediate_size=4)
 _LATENT: dict[str, Any] = dict(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2)
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,16 +57,15 @@ def layouts(world: int, *, moe: bool) -> Iterator[ParallelConfig]:
         if world % (tp * cp * pp) or world % ((etp or tp) * ep * pp) or etp == tp:
             continue
         if moe or (ep == 1 and etp == 0):
-            yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+            plain = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+            yield plain
             if pp == 2:
-                yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=2)
-                yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, pp_layers=(1, 3))
+                yield from (replace(plain, vpp=2), replace(plain, pp_layers=(1, 3)))
 
 
-def cut(
-    hf: list[torch.Tensor], kind: str, index: int, count: int, shape: ModelShape
-) -> torch.Tensor:
+def cut(hf: list[torch.Tensor], shard: Shard, shape: ModelShape) -> torch.Tensor:
     """One rank's part of a Megatron tensor, row by row."""
+    kind, index, count = shard.kind, shard.index, shard.count
     if kind == "replicated":
         return hf[0]
     if kind == "row":
@@ -105,23 +99,13 @@ def memory_of(
     for shard in (shard for own in shards for shard in own):
         if (shard.name, shard.index) not in made:
             each = len(shard.parts)
-            cuts = [
-                cut(
-                    [weights[x] for x in shard.hf[i : i + each]],
-                    shard.kind,
-                    shard.index,
-                    shard.count,
-                    shape,
-                )
-                for i in range(0, len(shard.hf), each)
-            ]
+            parts = [shard.hf[i : i + each] for i in range(0, len(shard.hf), each)]
+            cuts = [cut([weights[name] for name in part], shard, shape) for part in parts]
             piece = torch.stack(cuts) if shard.experts else cuts[0].clone()
             assert tuple(piece.shape) == shard.shape, shard
             made[shard.name, shard.index] = piece
-    return [
-        {(shard.name, shard.index): made[shard.name, shard.index] for shard in own}
-        for own in shards
-    ]
+    keys = [[(shard.name, shard.index) for shard in own] for own in shards]
+    return [{key: made[key] for key in own} for own in keys]
 
 
 def tensors_of(
@@ -189,11 +173,8 @@ def test_a_wrong_piece_shows() -> None:
         index = swapped.get(shard_id, shard_id[1])
         return memory[plan.sources[shard_id[0], index]][shard_id[0], index]
 
-    wrong = [
-        name
-        for name, tensor in tensors_of(plan, read, shape)
-        if not torch.equal(tensor, weights[name])
-    ]
+    found = tensors_of(plan, read, shape)
+    wrong = [name for name, tensor in found if not torch.equal(tensor, weights[name])]
     assert wrong == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     del shards[1][-1]  # down of the last experts, which no other rank has
     with pytest.raises(AssertionError, match=r"no rank has shards|KeyError"):

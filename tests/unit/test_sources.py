@@ -54,9 +54,8 @@ def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
 def saved_splits(folder: Path, rows: list[dict[str, Any]]) -> str:
     import datasets
 
-    datasets.DatasetDict({"test": dataset(rows[:1]), "train": dataset(rows)}).save_to_disk(
-        folder / "splits"
-    )
+    both = datasets.DatasetDict({"test": dataset(rows[:1]), "train": dataset(rows)})
+    both.save_to_disk(folder / "splits")
     return f"{folder / 'splits'}:train"
 
 
@@ -158,11 +157,9 @@ def test_remote_sources_are_read_when_the_run_starts() -> None:
 # --- files ------------------------------------------------------------------------------------
 
 
-def as_csv(rows: list[dict[str, Any]]) -> bytes:
+def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
+    csv.writer(text, delimiter=delimiter).writerows([rows[0], *(row.values() for row in rows)])
     return text.getvalue().encode()
 
 
@@ -193,7 +190,7 @@ TEXTS: list[dict[str, Any]] = [
         ("rows.json", json.dumps(TEXTS, indent=2).encode()),
         ("rows.csv", as_csv(TEXTS)),
         ("rows.csv.gz", gzip.compress(b"\xef\xbb\xbf" + as_csv(TEXTS))),
-        ("rows.tsv", as_csv(TEXTS).replace(b"question,answer,code", b"question\tanswer\tcode")),
+        ("rows.tsv", as_csv(TEXTS, "\t")),
         ("rows.PARQUET", None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -205,19 +202,14 @@ def test_texts_of_a_file_are_the_same_in_every_format(
     path = tmp_path / name
     if content is None:
         path = Path(parquet(tmp_path, TEXTS)).rename(path)
-    elif name == "rows.tsv":
-        lines = (f'"{row["question"]}"\t{row["answer"]}\t{row["code"]}' for row in TEXTS[:1])
-        path.write_bytes(b"question\tanswer\tcode\n" + "\n".join(lines).encode())
     else:
         path.write_bytes(content)
     (tmp_path / "README.md").write_text("no data")
     sources = {"file": path, "folder": tmp_path, "glob": tmp_path / "rows.*"}
     rows, problems = read_rows(str(sources[inside]), Columns())
     assert not problems
-    expected = TEXTS[:1] if name == "rows.tsv" else TEXTS
-    assert [row.messages[0]["content"] for row in rows] == [row["question"] for row in expected]
-    assert [row.answers[0] for row in rows] == [row["answer"] for row in expected]
-    assert [row.columns["code"] for row in rows] == [row["code"] for row in expected]
+    found = [(row.messages[0]["content"], row.answers[0], row.columns["code"]) for row in rows]
+    assert found == [(*row.values(),) for row in TEXTS]
     assert {row.file for row in rows} == {str(path)}
 
 
@@ -415,17 +407,15 @@ TOOL = {"type": "function", "function": ADD}
 def test_tools_of_a_row_are_shown_by_templates(tools: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{**ROWS[0], "tools": tools}, ROWS[1]])
     columns = Columns(tools="tools", system_prompt="Be brief.")
-    with_tools, without = load_prompts(
-        path, tokenizer, columns=columns, max_prompt_tokens=999
-    ).prompts
-    expected = tokenizer.apply_chat_template(
-        list(with_tools.messages), tools=[TOOL], add_generation_prompt=True, tokenize=False
-    )
+    options: dict[str, Any] = {"columns": columns, "max_prompt_tokens": 999}
+    with_tools, without = load_prompts(path, tokenizer, **options).prompts
+    shown = {"tools": [TOOL], "add_generation_prompt": True, "tokenize": False}
+    expected = tokenizer.apply_chat_template(list(with_tools.messages), **shown)
     assert tokenizer.decode(with_tools.tokens_T) == expected and "<tools>add</tools>" in expected
     assert "<tools>add</tools>" not in tokenizer.decode(without.tokens_T)
     # Those of the environment are shown where a row has none.
-    options: dict[str, Any] = {"columns": columns, "max_prompt_tokens": 999, "tools": [TOOL]}
-    text = tokenizer.decode(load_prompts(path, tokenizer, **options).prompts[1].tokens_T)
+    row = load_prompts(path, tokenizer, **options, tools=[TOOL]).prompts[1]
+    text = tokenizer.decode(row.tokens_T)
     assert "<tools>add</tools>" in text
 
 

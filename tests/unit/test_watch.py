@@ -23,11 +23,16 @@ def shown(capsys: Capsys, run: Path) -> str:
 
 
 def beat(run: Path, rank: int, phase: str, *, age_s: float = 0.0, silent_s: float = 0.0) -> None:
-    state = {"rank": rank, "phase": phase, "phases": 1, "silent_s": silent_s}
-    write_json(
-        RunDir(run).heartbeat(rank),
-        state | {"written_at": time.time() - age_s, "host": "here", "pid": 1},
-    )
+    state = {"rank": rank, "phase": phase, "phases": 1, "silent_s": silent_s, "host": "here"}
+    state |= {"written_at": time.time() - age_s, "pid": 1}
+    write_json(RunDir(run).heartbeat(rank), state)
+
+
+def change(run: Path, **values: object) -> None:
+    """Change settings of `train` and `checkpoint` that the run wrote."""
+    file = RunDir(run).config
+    names = {name.replace("_", ".", 1): value for name, value in values.items()}
+    file.write_text(to_yaml(with_values(from_yaml(file.read_text()), names)))
 
 
 def test_a_console_of_ascii_shows_the_run(tmp_path: Path) -> None:
@@ -45,8 +50,7 @@ def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
 ) -> None:
     run = write_run(tmp_path / "run", steps=1)
     (run / "metrics.jsonl").unlink()
-    config = with_values(from_yaml(RunDir(run).config.read_text()), {"train.steps": 45})
-    RunDir(run).config.write_text(to_yaml(config))
+    change(run, train_steps=45)
     for step in range(36):
         row = {"step": step, "time/step_s": 7.5 if step > 25 else 100.0, "policy/entropy": 2.0}
         reward = {34: {}, 33: {"reward/mean": 1.0}, 35: {"reward/mean": 0.5}}
@@ -123,10 +127,8 @@ def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: Capsys) -> None:
 def test_an_early_end_is_said_and_ends_the_watch(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", steps=3)  # evaluated before and after: 0.25 and 0.85
     beat(run, 0, "train")
-    best = {"checkpoint.keep_best": "eval/heldout/accuracy", "checkpoint.best_is": "lowest"}
-    ends = {"train.steps": 9, "train.patience": 1}
-    config = with_values(from_yaml(RunDir(run).config.read_text()), {**best, **ends})
-    RunDir(run).config.write_text(to_yaml(config))
+    change(run, checkpoint_keep_best="eval/heldout/accuracy", checkpoint_best_is="lowest")
+    change(run, train_steps=9, train_patience=1)
     watch.main([str(run)])  # ends by itself
     out = " ".join(capsys.readouterr().out.split())
     assert "stopped after step 3: eval/heldout/accuracy was best after step 0 (0.25)" in out

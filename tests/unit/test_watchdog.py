@@ -17,10 +17,10 @@ import pytest
 
 from r3.run import RunDir, hold, write_json
 from r3.tools.beside.watchdog import ENDS_RANK, Watchdog
+from tests.runs import program
 from tests.world import ROOT
 
 STALL_S = 0.2
-QUIET: dict[str, Any] = {"capture_output": True, "text": True}
 HERE: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
 
 
@@ -58,7 +58,7 @@ def test_the_watcher_starts_in_a_python_without_packages() -> None:
     """It would die unseen otherwise, and nothing would report a stall."""
     words = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {{}}"
     for module, starts in (("r3.tools.beside.watcher", True), ("r3.config", False)):
-        bare = subprocess.run([sys.executable, "-IS", "-c", words.format(module)], **QUIET)
+        bare = program(sys.executable, "-IS", "-c", words.format(module))
         assert (bare.returncode == 0) == starts, bare.stderr
 
 
@@ -82,16 +82,14 @@ def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat(said: Sa
     with Watchdog(0, 1, stall_s=STALL_S, says=said.descriptor) as watchdog:
         watchdog.beat("pack")
         report = said.wait_for("made no progress", count=3)
-        silent = [
-            float(part.split(" s in")[0]) for part in report.split("made no progress for ")[1:4]
-        ]
+        silent = map(float, re.findall(r"made no progress for ([\d.]+) s in", report)[:3])
         for reported, least in zip(silent, (1, 2, 4), strict=True):
             assert reported >= round(least * STALL_S, 1)
         watchdog.beat("train")
         report = said.wait_for("in phase 'train'")
-        silent_s = float(report.split(" s in phase 'train'")[0].rsplit(" ", 1)[1])
+        (silent_s,) = re.findall(r"([\d.]+) s in phase 'train'", report)
         # The first report after a beat does not wait as the fourth would have
-        assert silent_s < 8 * STALL_S
+        assert float(silent_s) < 8 * STALL_S
 
 
 @pytest.mark.parametrize(("stall_s", "beats"), [(2.0, 60), (0.0, 1)], ids=["progress", "off"])
@@ -116,8 +114,7 @@ def test_it_stops_cleanly_and_at_once() -> None:
 
 def beat_of(run_dir: RunDir, rank: int, phase: str) -> None:
     """Wait until the heartbeat of a rank has a phase."""
-    deadline = time.monotonic() + 10
-    file = run_dir.heartbeat(rank)
+    deadline, file = time.monotonic() + 10, run_dir.heartbeat(rank)
     while not file.exists() or json.loads(file.read_text())["phase"] != phase:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -216,12 +213,9 @@ def hang(function: str, folder: Path) -> tuple[list[int], list[str]]:
     it; returns their exit codes and what they printed.
     """
     (folder / "mine.py").write_text(_MINE)
+    command = [sys.executable, "-c", _RANK, str(folder)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(folder), str(rank), function],
-            **HERE,
-            stderr=subprocess.PIPE,
-        )
+        subprocess.Popen([*command, str(rank), function], **HERE, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
     said = [process.communicate(timeout=60)[1] for process in processes]
@@ -296,12 +290,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize(("end", "when"), [("release", "later"), ("kill", "at once")])
 def test_what_a_run_started_ends_and_holds_no_lock(end: str, when: str, tmp_path: Path) -> None:
     beside = subprocess.Popen(["sleep", "600"], start_new_session=True)  # of nobody's run
-    done = subprocess.run(
-        [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end, when],
-        **HERE,
-        stdout=subprocess.PIPE,
-        timeout=60,
-    )
+    done = program(sys.executable, "-c", _STARTS, tmp_path / "run", end, when)
     assert done.returncode == (0 if end == "release" else -signal.SIGKILL)
     hold(tmp_path / "run").release()  # at once, and not when they have ended
     started = list(map(int, done.stdout.split()))
@@ -335,8 +324,7 @@ with Watchdog(0, 1, stall_s=600.0, kill_after_s=1.0) as watchdog, open(sys.argv[
     ],
 )
 def test_a_slow_checkpoint_is_progress(phase: str, size: int, ends: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _SAVES, str(tmp_path / "file"), phase, str(size)]
-    rank = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    rank = program(sys.executable, "-c", _SAVES, tmp_path / "file", phase, size)
     assert rank.returncode == (-ENDS_RANK if ends else 0), rank.stderr
 
 

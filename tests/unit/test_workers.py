@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from r3.tools.beside.processes import Processes
 from r3.user_code import Done, Here, Place, Pool, Threads, WorkerError, load
-from tests.world import ROOT
+from tests.runs import program
 
 PLACES: dict[str, Callable[[], Place]] = {
     "here": Here,
@@ -104,11 +103,9 @@ def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> Non
 def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
     # a new one: workers of the others have imported this file
     pool = Pool(Processes(1), timeout_s=10.0)
-    try:
-        pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
-        loaded = drain(pool)["loaded"].value
-    finally:
-        pool.close()
+    pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
+    loaded = drain(pool)["loaded"].value
+    pool.close()
     assert "r3.types" in loaded
     assert not {"torch", "vllm", "transformers", "asyncio", "r3.config"} & {*loaded}
 
@@ -122,7 +119,7 @@ def test_what_cannot_be_pickled_is_an_error_of_its_call(processes: Pool) -> None
     assert done["fine"].value == 2
 
 
-@pytest.mark.parametrize("place", ["here", "threads", "processes"])
+@pytest.mark.parametrize("place", PLACES)
 def test_retries_are_made_and_counted(place: str, tmp_path: Path) -> None:
     pool = Pool(PLACES[place](), timeout_s=30.0, retries=1)
     pool.submit("mended", once_broken, str(tmp_path / "flag"))
@@ -144,23 +141,21 @@ def test_workers_that_cannot_load_the_users_file_say_why(tmp_path: Path) -> None
     pool.close()
 
 
-def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
-    script = (
-        "import os, time\n"
-        "from r3.tools.beside.processes import Processes\n"
-        "from r3.user_code.workers import Pool\n"
-        "from tests.unit.test_workers import double, misbehave\n"
-        "pool = Pool(Processes(1), timeout_s=60.0)\n"
-        "pool.submit(0, double, 1)\n"
-        "while not pool.poll(1.0): pass\n"
-        "pool.submit(1, misbehave, 'hang')\n"
-        "pool.poll(0.1)\n"
-        "print(pool.place._workers[0].process.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    worker = int(done.stdout)
+_DIES = """
+import os
+from tests.unit.test_workers import Pool, Processes, double, misbehave
+pool = Pool(Processes(1), timeout_s=60.0)
+pool.submit(0, double, 1)
+while not pool.poll(1.0): pass
+pool.submit(1, misbehave, "hang")
+pool.poll(0.1)
+print(pool.place._workers[0].process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_workers_die_with_the_process_that_started_them() -> None:
+    worker = int(program(sys.executable, "-c", _DIES).stdout)
     until = time.monotonic() + 20
     while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "the worker outlived its parent"

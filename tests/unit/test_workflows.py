@@ -244,10 +244,9 @@ def test_a_conversation_that_grows_is_one_sequence(
     assert shape(collected) == [(0, 0, 3), (1, 0, 3)]
     rollout = collected.rollouts[0]
     text = play.tokenizer.decode(rollout.tokens_T)
-    messages = [*numbered(0).messages]
-    for turn in range(3):
-        messages += [{"role": "assistant", "content": "hello"}]
-        messages += [{"role": "user", "content": f"go on {turn}"}] if turn < 2 else []
+    hello = {"role": "assistant", "content": "hello"}
+    more = [{"role": "user", "content": f"go on {turn}"} for turn in range(2)]
+    messages = [*numbered(0).messages, hello, more[0], hello, more[1], hello]
     rendered = play.tokenizer.apply_chat_template(messages, tokenize=False)
     said = f"hello{play.tokenizer.eos_token}"
     rendered = rendered.replace("hello<|im_end|>", said).rstrip("\n")
@@ -327,7 +326,7 @@ def test_a_text_begins_once(play: Play) -> None:
 
 def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("def length(response, prompt, messages):\n    return float(len(messages))\n")
+    file.write_text("def length(response, prompt, messages): return len(messages)\n")
     scorer = make_scorer(RewardConfig(function=(f"{file}:length",)))
     collected = play("Silent", scorer=scorer)
     assert rewards_of(collected) == [6.0] and parts_of(collected) == {(0, 0): {"length": 6.0}}
@@ -365,9 +364,7 @@ def test_a_response_without_room_for_another_one_is_not_cut(play: Play, at_limit
         return "\n".join(limit_notes([is_cut(rollout, setup)], counts, said, limit, setup))
 
     first = told()
-    assert first.startswith(
-        "calls of the model without a message: 1 left no token to sample (rollout.max_response_"
-    )
+    assert "without a message: 1 left no token to sample (rollout.max_response_" in first
     assert "env.max_turns" not in first and ("none of 1 responses ended" in first) is not at_limit
     assert told() == "", "each cause is named once"
     counts["aborted"] = 2
@@ -438,8 +435,7 @@ def test_an_engine_on_cpu_waits_for_calls_that_come_one_by_one(
     came: list[int] = []
 
     class Agent:
-        async def run(self, task: Prompt, model: Model) -> float:
-            return 1.0
+        async def run(self, task: Prompt, model: Model) -> float: ...
 
     def calls() -> None:
         for number in range(4):
@@ -485,10 +481,7 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            "task.messages, temperature=0.5",
-            "temperature: tokens that are trained on are sampled as rollout",
-        ),
+        ("task.messages, temperature=0.5", "tokens that are trained on are sampled as rollout"),
         ("task.messages, train='list'", "train must be True or False, and is 'list'"),
         ("'hello'", "messages must be a list of messages, and is 'hello'"),
         ("task.messages, max_token=5", "a call of the model has no keyword max_token"),
@@ -498,11 +491,9 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
 def test_a_wrong_call_or_result_is_a_failure(play: Play, call: str, message: str) -> None:
     with pytest.raises(EnvironmentFailed, match="returned 2 rewards, and the episode has 3 calls"):
         play("PerCall", args=("count=2",))
-    calls = (
-        f"class Calls:\n    async def run(self, task, model):\n        await model.chat({call})\n"
-    )
+    run = f"async def run(self, task, model): await model.chat({call})"
     play.file = play.file.with_name("calls.py")
-    play.file.write_text(calls)
+    play.file.write_text(f"class Calls:\n    {run}\n")
     with pytest.raises(EnvironmentFailed, match=message):
         play("Calls")
 
@@ -527,15 +518,13 @@ def test_a_workflow_cannot_be_suspended_or_moved_to_processes(play: Play) -> Non
     ],
 )
 def test_check_names_what_a_workflow_lacks(tmp_path: Path, source: str, message: str) -> None:
-    file = tmp_path / "w.py"
-    file.write_text(f"class W:\n    {source}\n")
+    (file := tmp_path / "w.py").write_text(f"class W:\n    {source}\n")
     assert message in found_in_files({"env.path": f"{file}:W"})["env.path"]
 
 
 def test_a_class_with_reset_and_step_may_have_a_method_run(tmp_path: Path) -> None:
     methods = ("reset(self, prompt)", "step(self, message)", "run(self, command)")
     lines = ["class Shell:", *(f"    def {method}: ..." for method in methods)]
-    file = tmp_path / "shell.py"
-    file.write_text("\n".join(lines))
+    (file := tmp_path / "shell.py").write_text("\n".join(lines))
     assert found_in_files({"env.path": f"{file}:Shell", "env.workers": 1}) == {}
     assert not is_workflow(load(f"{file}:Shell"))
