@@ -15,6 +15,7 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,11 @@ def main(argv: Sequence[str]) -> int:
     if given.list:
         print("\n".join(f"{fault.name:18} {fault.what}" for fault in TABLE))
         return 0
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # In the background and under nohup they are ignored, and runs would inherit that. A handler
+        # is not inherited.
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     until = time.monotonic() + 60 * given.minutes
     root = Path(tempfile.mkdtemp(prefix="r3-faults-"))
     if given.kills:
