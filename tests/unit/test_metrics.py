@@ -410,7 +410,8 @@ def test_a_stage_says_what_is_loaded_and_how_long_it_took(
     with stage("building the engine"):
         time.sleep(0.15)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert text.endswith("building the engine ... 0.2 s\n")
+    shown = re.search(r"building the engine \.\.\. (\d+\.\d) s\n\Z", text)
+    assert shown and float(shown[1]) >= 0.1  # slept 0.15 s; a busy machine takes longer
     assert ("0:00:00" in text) == stream.isatty()  # the seconds run where one looks on
     monkeypatch.setenv("RANK", "1")
     with stage("building the engine"):

@@ -58,13 +58,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Pool]:
-    pool = Pool(Processes(2), timeout_s=2.0)
-    yield pool
-    pool.close()
-
-
 def drain(pool: Pool, timeout_s: float = 60.0) -> dict[Any, Done]:
     """All that is outstanding, by key."""
     done: dict[Any, Done] = {}
@@ -110,10 +103,11 @@ def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
     assert not {"torch", "vllm", "transformers", "asyncio", "r3.config"} & {*loaded}
 
 
-def test_what_cannot_be_pickled_is_an_error_of_its_call(processes: Pool) -> None:
-    processes.submit("fine", double, 1)
-    processes.submit("value", threading.Lock)
-    done = drain(processes)
+@pytest.mark.parametrize("pool", ["processes"], indirect=True)
+def test_what_cannot_be_pickled_is_an_error_of_its_call(pool: Pool) -> None:
+    pool.submit("fine", double, 1)
+    pool.submit("value", threading.Lock)
+    done = drain(pool)
     failure = done["value"].failure
     assert failure is not None and failure.kind == "error" and "pickle" in failure.text
     assert done["fine"].value == 2
