@@ -71,10 +71,11 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._name and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self._name and is_leader() and not self._first_failure.exists():
-            name = signal.Signals(number).name
-            say_in_handler(f"\n{name}: stopping after this step, with a checkpoint")
+        if self._name:
+            return  # the launcher or Slurm may add one; the first is the cause
         self._name = signal.Signals(number).name
+        if is_leader() and not self._first_failure.exists():
+            say_in_handler(f"\n{self._name}: stopping after this step, with a checkpoint")
 
 
 _SHOWN_FRAMES = 3

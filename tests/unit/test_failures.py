@@ -22,6 +22,7 @@ from r3.run import (
     failure_text,
     resume_command,
 )
+from tests.tiny import ALONE
 
 
 def run(folder: Path, rank: int, body: Callable[[], object]) -> CompletedProcess[str]:
@@ -157,6 +158,16 @@ def test_the_launchers_signal_adds_nothing_after_a_failure(tmp_path: Path) -> No
     assert "stopping after this step" in run(tmp_path, 2, ended_by_launcher).stderr
     run(tmp_path, 1, breaks("this broke"))
     assert run(tmp_path, 2, ended_by_launcher).stderr == ""
+
+
+def test_a_run_is_stopped_by_the_first_of_two_signals(tmp_path: Path) -> None:
+    def stops() -> None:
+        with StopRequest(RunDir(tmp_path).first_failure) as stop:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)  # as srun sends where another node ended first
+            print(stop.agreed(ALONE))
+
+    assert run(tmp_path, 0, stops).stdout.startswith("SIGUSR1\n")
 
 
 def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Path) -> None:
