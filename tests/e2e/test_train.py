@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3 import assets
+from r3.algo.advantage import reinforce_pp_baseline
 from r3.run import read_jsonl
 from r3.tools import read_rollouts
 from tests.runs import dumped, kill, program, rows_of, run, start, timeless, words
@@ -279,6 +280,67 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
         "the longest has 1211 (rows.jsonl:4)"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
+    run(
+        tmp_path / "r2",
+        *words(
+            "--train.steps 2 --train.updates_per_step 2 --replay.mode r2 "
+            "--algo.kl_coef 0.01 --algo.correction token_tis --model.recompute full "
+            "--eval.path '' --parallel.ep 1 --algo.aggregation sequence "
+            "--rollout.prompts_per_step 8"
+        ),
+    )
+    first, second = rows_of(tmp_path / "r2")
+    # The policy leaves the model it started from
+    assert first["loss/kl_ref"] < second["loss/kl_ref"]
+    # The second update sees ratios other than 1
+    assert first["loss/clip_frac"] > 0 or second["loss/clip_frac"] > 0
+    assert first["mismatch/abs_max"] <= 1e-4  # measured before any update
+
+
+@pytest.mark.large
+def test_sequence_losses_work_under_context_parallelism(tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        *words(
+            "--train.steps 2 --train.updates_per_step 2 --eval.path '' --parallel.ep 1 "
+            "--parallel.cp 2 --algo.loss gspo --algo.aggregation sequence "
+            "--algo.clip_low 3e-4 --algo.clip_high 4e-4 --algo.correction sequence_mis "
+            "--algo.advantage reinforce_pp_baseline --algo.kl_coef 0.01 --algo.kl_in reward "
+            "--algo.kl_estimator k1 --algo.overlong_buffer 20 --algo.overlong_filter True "
+            "--replay.reference True --log.rollouts_every 1 --rollout.prompts_per_step 8"
+        ),
+    )
+    first, second = rows_of(tmp_path / "run")
+    # Before any update policy and reference are one; both pass over the same tokens with the same
+    # routes.
+    assert abs(first["loss/kl_ref"]) <= 1e-6 < abs(second["loss/kl_ref"])
+    # float32 on both sides: products of some 10 weights, each 1 to 1e-5
+    assert (
+        first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        and first["correction/cut_frac"] == 0
+    )
+    assert first["loss/clip_frac"] > 0.01  # the second update has left bounds of 3e-4
+    assert first["reward/shaped_mean"] < first["reward/mean"]
+    rollouts, rewards, advantages = read_rollouts(
+        tmp_path / "run" / "rollouts" / "step_000001.jsonl"
+    )
+    shaped = [
+        reward - min(1.0, max(0.0, (rollout.num_response_tokens - 20) / 20))
+        for rollout, reward in zip(rollouts, rewards, strict=True)
+    ]
+    assert sum(shaped) / len(shaped) == pytest.approx(first["reward/shaped_mean"], abs=1e-9)
+    expected = reinforce_pp_baseline(
+        torch.tensor(shaped), torch.tensor([r.group for r in rollouts])
+    )
+    # of the rollouts of both ranks, where half of them have another scale
+    assert list(advantages) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+    half = reinforce_pp_baseline(
+        torch.tensor(shaped[::2]), torch.tensor([r.group for r in rollouts[::2]])
+    )
+    assert (half - expected[::2]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

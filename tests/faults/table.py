@@ -445,7 +445,7 @@ def _environment_fails(place: Place) -> Outcome:
     )
     flags = ("--env.path", f"{environment}:Odd", "--env.on_error", "drop", "--env.timeout_s", "2")
     attempt = finish(place.folder, *flags, "--reward.function", "none", "--train.steps", "2")
-    said = _line(attempt.text, "samples were dropped. The first: ").partition(" (error: ")[0]
+    said = _line(attempt.text, "samples were dropped. The first: ").partition(" (")[0]
     rows = [row for row in rows_of(place.folder) if row["step"]]
     dropped, late = (sum(row[f"env/{key}"] for row in rows) for key in ("dropped", "timeouts"))
     if not dropped or not late:
