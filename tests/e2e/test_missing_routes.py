@@ -1,5 +1,5 @@
-"""An engine that loses routes, in a run from its command line: counted with replay.on_missing=live,
-and an error below replay.min_coverage.
+"""An engine that loses routes, in a run from its command line: refused by default; counted with
+replay.on_missing=live, and an error below replay.min_coverage.
 """
 
 from __future__ import annotations
@@ -31,20 +31,36 @@ train.main()
 """
 
 
-def test_missing_routes_are_counted_by_cause(tmp_path: Path) -> None:
-    driver, folder = tmp_path / "losing.py", tmp_path / "run"
+def losing(folder: Path, flags: str = "") -> str:
+    """What a run says that loses routes and fails."""
+    driver = folder.with_name("losing.py")
     driver.write_text(DRIVER)
-    flags = words("--train.steps 2 --eval.path '' --checkpoint.export false")
-    flags += words("--replay.on_missing live --replay.min_coverage 0.9")
-    given = ("--data.path", FEW_ROWS, "--log.dir", str(folder), *flags)
+    all_flags = words(f"--train.steps 2 --eval.path '' --checkpoint.export false {flags}")
+    given = ("--data.path", FEW_ROWS, "--log.dir", str(folder), *all_flags)
     # The proof of the sync generates too: four answers, before the step's.
     done = torchrun(2, str(driver), "tiny-smoke", *given)
     assert done.returncode != 0
+    return done.stdout
+
+
+def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
+    refused = (
+        r"RouteError on rank \d: rollout word_problems_train.jsonl\[:512\]:\d+/\d of step 0: "
+        r"the engine returned no routes for positions 0\.\.\d+ in all 4 MoE layers"
+    )
+    said = losing(tmp_path / "run")
+    assert re.search(refused, said), said[-4000:]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_missing_routes_are_counted_by_cause(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = losing(folder, "--replay.on_missing live --replay.min_coverage 0.9")
     stopped = (
         r"RouteError on rank \d: only \d\.\d+% of the step's \d+ rows of routes were captured, "
         r"replay.min_coverage"
     )
-    assert re.search(stopped, done.stdout), done.stdout[-4000:]
+    assert re.search(stopped, said), said[-4000:]
     # The first step passed, and its row says what it lost; the second has none.
     (row,) = rows_of(folder)
     missing = row["routing/rows_missing_rollout"]
