@@ -80,7 +80,7 @@ class Agent:
 '''
 
 
-def test_sources_with_four_environments_are_sampled_each_in_its_own(tmp_path: Path) -> None:
+def test_sources_with_four_environments_resume_bit_for_bit(tmp_path: Path) -> None:
     rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()
     names = ("plain", "tools", "guess", "agent")
     for index, name in enumerate(names):
@@ -113,3 +113,9 @@ def test_sources_with_four_environments_are_sampled_each_in_its_own(tmp_path: Pa
     assert not any(
         "Which" in m["content"] for name in names[:2] for each in said[name] for m in each
     )
+
+    killed = tmp_path / "killed"
+    shutil.copytree(whole, killed, symlinks=True)
+    without_last_checkpoint(killed, 4)
+    run(killed, *flags, preset="tiny-tools")
+    assert list(map(timeless, rows_of(killed))) == list(map(timeless, found))
