@@ -177,9 +177,9 @@ def stopped(response, prompt):
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 _RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, read_metrics
 from r3.tools.beside.watchdog import Watchdog
 from r3.user_code.loading import load
 from r3.user_code.workers import Pool, Threads
@@ -197,6 +197,9 @@ with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:
             watchdog.beat("generate")
             time.sleep(0.1)
         done.touch()
+    elif rank == 1 and function == "":
+        os.mkfifo(folder / "metrics.jsonl")
+        read_metrics(folder / "metrics.jsonl")  # nobody writes
     elif rank == 1:
         pool = Pool(Threads(), timeout_s=0.5)
         pool.submit("a key", load(f"{folder / 'mine.py'}:{function}"), "", None)
@@ -209,11 +212,13 @@ with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:
 
 
 def hang(function: str, folder: Path) -> tuple[list[int], list[str]]:
-    """Two ranks of which the second one calls a function of a user, and the first one waits for
-    it; returns their exit codes and what they printed.
+    """Two ranks of which the second one calls a function of a user (empty: one of R3 that waits),
+    and the first one waits for it; returns their exit codes and what they printed. A user's own
+    file starts them.
     """
     (folder / "mine.py").write_text(_MINE)
-    command = [sys.executable, "-c", _RANK, str(folder)]
+    (folder / "starts.py").write_text(_RANK)
+    command = [sys.executable, str(folder / "starts.py"), str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank), function], **HERE, stderr=subprocess.PIPE)
         for rank in range(2)
@@ -243,6 +248,12 @@ def test_code_that_blocks_all_threads_is_ended(function: str, cause: str, tmp_pa
     assert "; rank 0 ends in phase 'score': it waits for rank 1, which " in last
     assert cause in last and last.endswith(" in phase 'generate'")
     assert cause in RunDir(tmp_path).first_failure.read_text()
+
+
+def test_a_file_that_starts_the_run_is_not_named_as_what_blocks(tmp_path: Path) -> None:
+    codes, (_, hangs) = hang("", tmp_path)
+    assert codes == [-ENDS_RANK] * 2 and "read_metrics" in hangs, hangs
+    assert "; rank 1 ends in phase 'generate'\n" in hangs and "your code" not in hangs
 
 
 def test_a_rank_that_waits_for_one_that_works_is_not_ended(tmp_path: Path) -> None:

@@ -349,19 +349,22 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def _users_code(stacks: str) -> str:
-    """The innermost function of a user that R3 has called, in the stacks of `faulthandler`.
+    """The user's function in which a thread of R3 stands, in the stacks of `faulthandler`.
 
-    Empty if there is none. Threads that users have started themselves do not count.
+    Empty if there is none: the innermost frame that is no library's decides, so a file that
+    starts the run is not blamed for R3's waiting. Threads that users have started do not count.
     """
     paths = sysconfig.get_paths()
-    libraries = (sys.prefix, paths["stdlib"], paths["platstdlib"], f"{_ROOT}/r3/", "<")
-    programs = (f"{_ROOT}/train.py", f"{_ROOT}/launch/ranks.py")
+    libraries = (sys.prefix, paths["stdlib"], paths["platstdlib"], "<")
+    own = (f"{_ROOT}/r3/", f"{_ROOT}/train.py")
     for thread in stacks.split("\n\n"):
         for frame in _FRAME.finditer(thread) if f"{_ROOT}/r3/" in thread else ():
             file = (
                 frame["file"] if frame["file"].startswith("<") else os.path.abspath(frame["file"])
             )
-            if "site-packages" not in file and not file.startswith((*libraries, *programs)):
+            if file.startswith(own):
+                break
+            if "site-packages" not in file and not file.startswith(libraries):
                 return f"{frame['name']} ({frame['file']}:{frame['line']})"
     return ""
 
