@@ -224,19 +224,6 @@ def test_digests_in_a_file_of_their_own_are_compared_and_taken_over(place: Place
     assert digests(place)["data"] == before["data"] and not (run / "sources.json").exists()
 
 
-def test_samples_of_steps_that_are_made_again_are_dropped(place: Place) -> None:
-    run = place.root / "run"
-    stay = {"rollouts/step_000001.jsonl", "eval/step_000001.jsonl", "eval/alone.json"}
-    go = {"rollouts/step_000002.scores.safetensors", "eval/step_000003.jsonl"}
-    for name in stay | go:
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).touch()
-    place.start(writes=False)
-    assert all((run / name).exists() for name in stay | go), "another rank changes nothing"
-    place.start()
-    assert {name for name in stay | go if (run / name).exists()} == stay
-
-
 def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
     run, copy, moved = (RunDir(tmp_path / name) for name in ("run", "copy", "moved"))
 
@@ -339,11 +326,14 @@ def test_a_folder_of_the_version_before_resumes(place: Place) -> None:
         place.start(train={"steps": 5})
 
 
-def test_what_kills_left_is_removed_by_the_next_start(place: Place) -> None:
+def test_what_kills_and_abandoned_steps_left_goes_at_the_next_start(place: Place) -> None:
+    """The last checkpoint is of step 1: samples of later steps are made again."""
     run = place.root / "run"
     files = [".config.yaml.7.tmp", "errors/.rank_00000.txt.7.tmp", "rollouts/.a.jsonl.7.tmp"]
+    files += ["rollouts/step_000002.scores.safetensors", "eval/step_000003.jsonl"]
     folders = ["checkpoints/.step_000002.partial", "checkpoints/.step_000001.old"]
     stay = ["rollouts/.step_000001.scores.safetensors.7.tmp", "errors/rank_00000.txt"]
+    stay += ["rollouts/step_000001.jsonl", "eval/step_000001.jsonl", "eval/alone.json"]
     for name in files + stay:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).touch()

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, repeat
@@ -129,11 +129,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def judging(*functions: str, **settings: Any) -> Iterator[Scorer]:
-    scorer = make_scorer(RewardConfig(function=functions, **{"retries": 0} | settings))
-    try:
+    config = RewardConfig(function=functions, **{"retries": 0} | settings)
+    with closing(make_scorer(config)) as scorer:
         yield scorer
-    finally:
-        scorer.close()
 
 
 def finished(scorer: Scorer) -> dict[Any, RewardResult]:
@@ -483,11 +481,8 @@ class Server:
 
 @contextmanager
 def serving(behave: Behaviour | Answer) -> Iterator[Server]:
-    server = Server(behave if callable(behave) else lambda number, body: behave)
-    try:
+    with closing(Server(behave if callable(behave) else lambda number, body: behave)) as server:
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager

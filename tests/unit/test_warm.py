@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from r3.runtime.device import has_gpu
+from tests.runs import soon
 from tests.warm import write_stand_in
 
 pytestmark = [pytest.mark.skipif(has_gpu(), reason="CUDA does not survive a fork")]
@@ -58,12 +58,9 @@ def test_the_program_ends_with_its_stand_in(folder: Path) -> None:
     program = start(folder, "programs/train.py", "wait")
     assert program.stdin is not None
     program.stdin.close()
-    until = time.monotonic() + 60
-    while not (pid := (folder / "waits").read_text() if (folder / "waits").exists() else ""):
-        assert time.monotonic() < until and program.poll() is None
-        time.sleep(0.02)
+    waits = folder / "waits"
+    assert soon(lambda: waits.exists() and waits.read_text(), 60) and program.poll() is None
     program.kill()
     program.wait()
-    while psutil.pid_exists(int(pid)):
-        assert time.monotonic() < until, "the program still runs"
-        time.sleep(0.02)
+    pid = int(waits.read_text())
+    assert soon(lambda: not psutil.pid_exists(pid), 60), "the program still runs"

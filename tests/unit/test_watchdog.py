@@ -17,7 +17,7 @@ import pytest
 
 from r3.run import RunDir, hold, write_json
 from r3.tools.beside.watchdog import ENDS_RANK, Watchdog
-from tests.runs import program
+from tests.runs import program, soon
 from tests.world import ROOT
 
 STALL_S = 0.2
@@ -39,10 +39,8 @@ class Said:
         """The text of the file once `text` is in it so many times; ten seconds are given, for a
         busy machine.
         """
-        deadline = time.monotonic() + 10
-        while self.text.count(text) < count:
-            assert time.monotonic() < deadline, f"{text!r} not in time; got:\n{self.text}"
-            time.sleep(0.01)
+        in_time = soon(lambda: self.text.count(text) >= count, 10)
+        assert in_time, f"{text!r} not in time; got:\n{self.text}"
         return self.text
 
 
@@ -114,10 +112,8 @@ def test_it_stops_cleanly_and_at_once() -> None:
 
 def beat_of(run_dir: RunDir, rank: int, phase: str) -> None:
     """Wait until the heartbeat of a rank has a phase."""
-    deadline, file = time.monotonic() + 10, run_dir.heartbeat(rank)
-    while not file.exists() or json.loads(file.read_text())["phase"] != phase:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    file = run_dir.heartbeat(rank)
+    assert soon(lambda: file.exists() and json.loads(file.read_text())["phase"] == phase, 10)
 
 
 def test_heartbeats_name_the_rank_that_lags(said: Said, tmp_path: Path) -> None:
@@ -306,10 +302,7 @@ def test_what_a_run_started_ends_and_holds_no_lock(end: str, when: str, tmp_path
     hold(tmp_path / "run").release()  # at once, and not when they have ended
     started = list(map(int, done.stdout.split()))
     assert len(started) == 5
-    deadline = time.monotonic() + 10
-    while left := list(filter(psutil.pid_exists, started)):
-        assert time.monotonic() < deadline, (started, left)
-        time.sleep(0.05)
+    assert soon(lambda: not any(map(psutil.pid_exists, started)), 10), started
     assert beside.poll() is None
     beside.kill()
     beside.wait()

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,14 @@ def once_broken(path: str) -> str:
 
 @pytest.fixture(params=PLACES)
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    pool = Pool(PLACES[request.param](), timeout_s=30.0)
-    yield pool
-    pool.close()
+    with closing(Pool(PLACES[request.param](), timeout_s=30.0)) as pool:
+        yield pool
 
 
-def drain(pool: Pool, timeout_s: float = 60.0) -> dict[Any, Done]:
+def drain(pool: Pool) -> dict[Any, Done]:
     """All that is outstanding, by key."""
     done: dict[Any, Done] = {}
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + 60.0
     while pool.outstanding:
         assert time.monotonic() < until, "the pool never ended"
         done |= {ended.key: ended for ended in pool.poll(0.2)}
@@ -95,10 +95,9 @@ def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> Non
 
 def test_workers_hold_neither_torch_nor_vllm_nor_settings() -> None:
     # a new one: workers of the others have imported this file
-    pool = Pool(Processes(1), timeout_s=10.0)
-    pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
-    loaded = drain(pool)["loaded"].value
-    pool.close()
+    with closing(Pool(Processes(1), timeout_s=10.0)) as pool:
+        pool.submit("loaded", eval, "sorted(__import__('sys').modules)")
+        loaded = drain(pool)["loaded"].value
     assert "r3.types" in loaded
     assert not {"torch", "vllm", "transformers", "asyncio", "r3.config"} & {*loaded}
 
@@ -115,24 +114,22 @@ def test_what_cannot_be_pickled_is_an_error_of_its_call(pool: Pool) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_retries_are_made_and_counted(place: str, tmp_path: Path) -> None:
-    pool = Pool(PLACES[place](), timeout_s=30.0, retries=1)
-    pool.submit("mended", once_broken, str(tmp_path / "flag"))
-    pool.submit("hopeless", misbehave, "raise")
-    done = drain(pool)
+    with closing(Pool(PLACES[place](), timeout_s=30.0, retries=1)) as pool:
+        pool.submit("mended", once_broken, str(tmp_path / "flag"))
+        pool.submit("hopeless", misbehave, "raise")
+        done = drain(pool)
     assert done["mended"].value == "mended"
     assert done["hopeless"].failure is not None
     assert pool.counts == {"calls": 2, "errors": 3, "retries": 2}
-    pool.close()
 
 
 def test_workers_that_cannot_load_the_users_file_say_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("raise RuntimeError('only in a worker')\n")
-    pool = Pool(Processes(1, preload=[f"{broken}:X"]), timeout_s=30.0)
-    pool.submit("never", double, 1)
-    with pytest.raises(WorkerError, match="only in a worker"):
-        drain(pool)
-    pool.close()
+    with closing(Pool(Processes(1, preload=[f"{broken}:X"]), timeout_s=30.0)) as pool:
+        pool.submit("never", double, 1)
+        with pytest.raises(WorkerError, match="only in a worker"):
+            drain(pool)
 
 
 _DIES = """
@@ -173,10 +170,9 @@ def verify_with_own_limit(answer: str) -> bool:
 def test_a_time_limit_by_signals_in_a_thread_names_the_fix() -> None:
     done = {}
     for place in (Threads(), Processes(1)):
-        pool = Pool(place, timeout_s=60.0)
-        pool.submit("verify", verify_with_own_limit, "$1/2$")
-        done[type(place)] = drain(pool)["verify"]
-        pool.close()
+        with closing(Pool(place, timeout_s=60.0)) as pool:
+            pool.submit("verify", verify_with_own_limit, "$1/2$")
+            done[type(place)] = drain(pool)["verify"]
     refused = done[Threads].failure
     assert refused is not None and "--reward.workers 2" in refused.text
     assert done[Processes].value is True, "a process has a main thread"
