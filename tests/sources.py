@@ -9,24 +9,18 @@ ROOT = Path(__file__).resolve().parents[1]
 Complaints = Iterator[tuple[int, str]]  # line, what is wrong
 
 
-def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
-    """Every node; with `at_import` only what runs when the module is imported, type checkers'
-    imports left out.
-    """
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, in the order of the source."""
     for child in ast.iter_child_nodes(tree):
-        if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if at_import and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
         yield child
-        yield from nodes(child, at_import=at_import)
+        yield from nodes(child)
 
 
-def imports(file: PurePosixPath, tree: ast.Module, *, at_import: bool = False) -> Complaints:
+def imports(file: PurePosixPath, tree: ast.Module) -> Complaints:
     """Line and full name of everything imported, `from a import b` as a.b, and literal arguments of
     import_module.
     """
-    for node in nodes(tree, at_import=at_import):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -92,16 +92,9 @@ def base_model(folder: Path) -> Path:
 
 
 def random_rollouts(
-    shape: ModelShape,
-    lengths: Sequence[int],
-    *,
-    group_size: int = 2,
-    seed: int = 0,
-    missing: bool = False,
+    shape: ModelShape, lengths: Sequence[int], *, group_size: int = 2, seed: int = 0
 ) -> list[Rollout]:
-    """Rollouts with random tokens, log-probabilities and distinct random routes; `missing` leaves
-    every route out (-1).
-    """
+    """Rollouts with random tokens, log-probabilities and distinct random routes."""
     rng = np.random.default_rng(seed)
     rollouts = []
     layers = len(shape.moe_layers)
@@ -120,9 +113,7 @@ def random_rollouts(
                 tokens_T=rng.integers(3, min(shape.vocab_size, 400), length),
                 loss_mask_T=mask,
                 logprobs_T=(-3 * rng.random(length)).astype(np.float32) * mask,
-                routed_experts=np.full_like(routes, -1, dtype=np.int16)
-                if missing
-                else routes.astype(np.int16),
+                routed_experts=routes.astype(np.int16),
                 finish_reason="stop",
                 policy_version=0,
                 response="",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from r3.assets import TINY_MOE
 from r3.checks import warnings
-from r3.config import Config, LoraConfig, fixed_changes
+from r3.config import LoraConfig
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.lora import (
     QuantisedWeight,
@@ -33,6 +33,7 @@ from r3.lora import (
 from r3.models import CheckpointReader, write_checkpoint
 from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import fit, host_memory, memory
+from tests.errors import Patch
 from tests.families import (
     FAMILIES,
     MOE_FAMILIES,
@@ -85,10 +86,6 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
 @pytest.mark.parametrize(("settings", "field", "rule"), table("lora_settings"))
 def test_what_adapters_cannot_do_is_a_config_error(settings: str, field: str, rule: str) -> None:
     assert rule in found({"lora.rank": "8"} | json.loads(settings))[field]
-
-
-def test_a_resumed_run_has_the_same_adapters() -> None:
-    assert list(fixed_changes(Config(), Config(lora=LoraConfig(rank=8)))) == ["lora.rank"]
 
 
 def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
@@ -338,9 +335,7 @@ def test_an_adapter_of_a_wrapped_model_is_for_its_text_model(tmp_path: Path) -> 
     assert "Programs that load the model as Qwen3_5MoeForConditionalGeneration" in note
 
 
-def test_an_adapter_names_its_base_as_peft_loads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_names_its_base_as_peft_loads_it(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     lora = LoraConfig(rank=8)
     for path, name, revision in (

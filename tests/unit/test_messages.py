@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -27,13 +26,6 @@ from r3.user_code import load, time_limit
 from tests.errors import Patch
 from tests.settings import found, found_in_files
 from tests.tiny import edit_json, tiny_config
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A copy of the embedded model, to be damaged."""
-    return Path(shutil.copytree(assets.TINY_MOE, tmp_path / "model"))
-
 
 HF_TINY = json.loads((assets.TINY_MOE / "config.json").read_text())
 COLUMNS = Columns(prompt="question", answer="answer", graded_by=("gsm8k",))

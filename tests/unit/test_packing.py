@@ -28,14 +28,14 @@ DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
 ONE: dict[str, int] = {"num_updates": 1, "num_ranks": 1}
 
 
-def log_normal_lengths(seed: int, count: int = 256) -> list[int]:
+# 256 rollouts in groups of 8.
+GROUPS = [index // 8 for index in range(256)]
+
+
+def log_normal_lengths(seed: int) -> list[int]:
     """Ragged like rollouts: median 665, a tail cut at 4,096."""
-    lengths = np.random.default_rng(seed).lognormal(6.5, 0.8, count)
+    lengths = np.random.default_rng(seed).lognormal(6.5, 0.8, len(GROUPS))
     return [int(length) for length in np.clip(lengths, 16, 4096)]
-
-
-def in_groups_of(size: int, count: int) -> list[int]:
-    return [index // size for index in range(count)]
 
 
 def scored(packed: MicroBatch, advantages: Mapping[int, float]) -> MicroBatch:
@@ -252,12 +252,12 @@ def test_plan_by_hand(
 def test_every_rollout_once_groups_whole_within_the_limit(
     num_updates: int, num_ranks: int, micro_batch_tokens: int, multiple: int
 ) -> None:
-    lengths, groups = log_normal_lengths(0), in_groups_of(8, 256)
+    lengths = log_normal_lengths(0)
     options = dict(micro_batch_tokens=micro_batch_tokens, num_updates=num_updates)
-    updates = plan_updates(lengths, groups, **options, num_ranks=num_ranks, multiple=multiple)
+    updates = plan_updates(lengths, GROUPS, **options, num_ranks=num_ranks, multiple=multiple)
     assert len(updates) == num_updates
     assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
-    groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
+    groups_of = [sorted({GROUPS[i] for i in update.rollout_ids}) for update in updates]
     # whole, in order, contiguous
     assert [group for block in groups_of for group in block] == list(range(32))
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
@@ -291,7 +291,7 @@ def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: i
     """
     lengths = log_normal_lengths(seed)
     options = ONE | {"num_ranks": num_ranks, "micro_batch_tokens": micro_batch_tokens}
-    updates = plan_updates(lengths, in_groups_of(8, 256), **options)
+    updates = plan_updates(lengths, GROUPS, **options)
     assert packing_efficiency(updates, lengths) >= 0.97
     totals = sizes(updates[0], lengths).sum(axis=1)
     assert totals.max() / totals.mean() <= 1.05

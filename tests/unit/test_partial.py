@@ -26,6 +26,7 @@ from r3.run import CheckpointFiles, RunDir, RunState, damage_of, measure_durably
 from r3.sync import send_samples
 from r3.tools import TrainedSample, join_arrays, read_rollouts, rollout_facts, write_rollouts
 from r3.types import Prompt, Rollout, RouteError, Sample
+from tests.errors import Patch
 from tests.tiny import ALONE, QUESTION, prompts_of_step, random_rollouts, tiny_config
 
 SHAPE = ModelShape.read(tiny_config().model.path)
@@ -126,9 +127,7 @@ def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> N
     assert again.suspended[0].rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
 
 
-def test_a_checkpoint_of_the_version_before_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path, monkeypatch: Patch) -> None:
     """Its classes were in other modules, rewards stood beside rollouts, and masks did not exist."""
     *fields_then, last = (each.name for each in fields(Rollout))
     assert last == "sampling_mask"

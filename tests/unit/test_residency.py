@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from r3.metrics import Max
 from r3.runtime.device import Device
 from r3.sync import Residency, State
+from tests.errors import Capsys
 
 
 class Fragmented(Device):
@@ -29,9 +29,7 @@ class Side:
         return lambda *_: None
 
 
-def test_fragments_are_measured_after_each_offload_and_reported_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fragments_are_measured_after_each_offload_and_reported_once(capsys: Capsys) -> None:
     here: dict[str, Any] = dict(rank=3, local_rank=0, world_size=1, host="here")
     device = Fragmented(torch=torch.device("cpu"), is_cuda=False, **here)
     engine: Any = Side()

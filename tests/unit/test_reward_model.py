@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,10 @@ def rollouts(count: int) -> list[Rollout]:
 
 def test_a_row_may_name_the_reward_model(settings: RewardConfig, model: RewardModel) -> None:
     settings = replace(settings, function=("row",), row_functions=("exact", "model"))
-    scorer = make_scorer(settings, model=model)
     (rollout,) = rollouts(1)
     named = [replace(PROMPT, metadata={"verifier": name}) for name in settings.row_functions]
-    scores = [scorer(rollout, prompt) for prompt in named]
-    scorer.close()
+    with closing(make_scorer(settings, model=model)) as scorer:
+        scores = [scorer(rollout, prompt) for prompt in named]
     # A batch of one on both sides: the same arithmetic.
     assert scores == [0.0, model.score(rollout.response, PROMPT)]
 
@@ -136,18 +136,17 @@ def test_a_template_that_refuses_is_an_error_of_the_sample(
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (path / "chat_template.jinja").write_text(refuses + template)
     settings = replace(settings, model_path=str(path), on_error=on_error, retries=0)
-    scorer = make_scorer(settings, model=RewardModel(settings))
     system = replace(PROMPT, messages=({"role": "system", "content": "x"}, *PROMPT.messages))
     text = "the reward model's chat template refuses the conversation: no system"
-    scorer.submit(0, rollouts(1)[0], system)
-    if on_error == "stop":
-        with pytest.raises(RewardError, match=text):
-            scorer.poll(10.0)
-    else:
-        (result,) = scorer.poll(10.0)
-        assert text in result.failure and result.reward == 0.0
-        assert scorer(rollouts(1)[0], PROMPT) != 0.0
-    scorer.close()
+    with closing(make_scorer(settings, model=RewardModel(settings))) as scorer:
+        scorer.submit(0, rollouts(1)[0], system)
+        if on_error == "stop":
+            with pytest.raises(RewardError, match=text):
+                scorer.poll(10.0)
+        else:
+            (result,) = scorer.poll(10.0)
+            assert text in result.failure and result.reward == 0.0
+            assert scorer(rollouts(1)[0], PROMPT) != 0.0
 
 
 def test_the_model_sees_the_turns_and_tools_of_the_rollout(
@@ -162,17 +161,14 @@ def test_the_model_sees_the_turns_and_tools_of_the_rollout(
     messages = tuple({"role": role, "content": content} for role, content in spoken)
     (made,) = rollouts(1)
     rollout = replace(made, messages=(*messages, {"role": "user", "content": "bye"}), response="7")
-    scorer = make_scorer(settings, model=model)
-    score = scorer(rollout, replace(PROMPT, tools=(tool,)))
-    scorer.close()
+    with closing(make_scorer(settings, model=model)) as scorer:
+        score = scorer(rollout, replace(PROMPT, tools=(tool,)))
     text = json.dumps([tool]) + "".join(f"[{role} {content}]" for role, content in spoken)
     tokens = model._tokenizer(text, add_special_tokens=False)["input_ids"]
     assert score == model.score_encoded([tokens])[0]
 
 
-def test_padding_without_a_mask_changes_scores(
-    model: RewardModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_without_a_mask_changes_scores(model: RewardModel) -> None:
     short, long = (model.encode(text, PROMPT) for text in ("7", "so " * 60))
     right = model.score_encoded([short])[0]
     assert model.score_encoded([short, long])[0] == pytest.approx(right, abs=CLASSIFIER_TOLERANCE)
@@ -215,33 +211,30 @@ def test_a_batch_closes_at_its_size_and_at_its_padded_tokens() -> None:
 
 def test_a_batch_closes_when_its_first_conversation_has_waited() -> None:
     seen: list[list[int]] = []
-    place = batches(seen, size=100, wait_s=0.1)
-    began = time.monotonic()
-    place.start(0, len, (1, None))
-    assert place.collect(10.0) == [(0, 1.0, None)]
-    assert 0.1 <= time.monotonic() - began < 5.0
-    place.close()
+    with closing(batches(seen, size=100, wait_s=0.1)) as place:
+        began = time.monotonic()
+        place.start(0, len, (1, None))
+        assert place.collect(10.0) == [(0, 1.0, None)]
+        assert 0.1 <= time.monotonic() - began < 5.0
 
 
 def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(
     settings: RewardConfig, model: RewardModel
 ) -> None:
-    scorer = make_scorer(settings, model=model)
-    scorer.submit(0, replace(rollouts(1)[0], response="apples " * CLASSIFIER_CONTEXT), PROMPT)
-    with pytest.raises(RewardError, match=f"the reward model's context {CLASSIFIER_CONTEXT}"):
-        scorer.poll(10.0)
-    scorer.close()
+    with closing(make_scorer(settings, model=model)) as scorer:
+        scorer.submit(0, replace(rollouts(1)[0], response="apples " * CLASSIFIER_CONTEXT), PROMPT)
+        with pytest.raises(RewardError, match=f"the reward model's context {CLASSIFIER_CONTEXT}"):
+            scorer.poll(10.0)
 
 
 def test_a_model_that_cannot_run_ends_the_run() -> None:
     def broken(conversations: Any) -> list[float]:
         raise RuntimeError("out of memory")
 
-    place = Batches(lambda n, _: [n], broken, size=4, tokens=100, wait_s=0.0)
-    place.start(0, len, (1, None))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        place.collect(10.0)
-    place.close()
+    with closing(Batches(lambda n, _: [n], broken, size=4, tokens=100, wait_s=0.0)) as place:
+        place.start(0, len, (1, None))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            place.collect(10.0)
 
 
 def test_on_cpu_the_model_stays_where_it_is(model: RewardModel) -> None:

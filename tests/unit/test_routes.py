@@ -23,12 +23,10 @@ MOE_LAYERS = (1, 2, 4)  # layers 0 and 3 of the five are dense
 NUM_LAYERS = 5
 
 
-def routes_of(
-    layers: int, *, rows: int = TOKENS - 1, topk: int = TOPK, experts: int = EXPERTS
-) -> np.ndarray:
+def routes_of(layers: int, *, rows: int = TOKENS - 1, topk: int = TOPK) -> np.ndarray:
     """Random distinct experts, unsigned as vLLM returns them: `[rows, layers, topk]`."""
     rng = np.random.default_rng(3)
-    return np.argsort(rng.random((rows, layers, experts)), axis=-1)[..., :topk].astype(np.uint8)
+    return np.argsort(rng.random((rows, layers, EXPERTS)), axis=-1)[..., :topk].astype(np.uint8)
 
 
 def with_dense_slots(moe: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The policy as a judge of its own responses, without an engine: the test writes the replies."""
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,11 @@ def test_a_question_that_the_template_refuses_is_a_failure(renderer: Renderer) -
 
 def test_a_round_does_not_wait_for_its_own_engine(renderer: Renderer) -> None:
     """Results cannot come before the engine has the question: `poll` returns at once."""
-    scorer = scorer_of(renderer)
-    scorer.submit("r", responded("r"), PROMPT)
-    began = time.monotonic()
-    assert scorer.poll(60.0) == [] and scorer.outstanding == 1
-    assert time.monotonic() - began < 30.0
-    scorer.close()
+    with closing(scorer_of(renderer)) as scorer:
+        scorer.submit("r", responded("r"), PROMPT)
+        began = time.monotonic()
+        assert scorer.poll(60.0) == [] and scorer.outstanding == 1
+        assert time.monotonic() - began < 30.0
 
 
 def test_it_is_part_of_a_sum_and_of_row(renderer: Renderer, tokenizer: Any, template: str) -> None:

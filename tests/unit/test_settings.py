@@ -299,24 +299,22 @@ def test_resuming_may_change_length_layout_logging_and_memory() -> None:
     assert fixed_changes(TINY, with_values(TINY, changes)) == {}
 
 
-def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
-    old = with_values(TINY, {"train.lr_schedule": "cosine"})
-    assert list(fixed_changes(old, with_values(old, {"train.steps": 99}))) == ["train.steps"]
-
-
 @pytest.mark.parametrize(
     ("settings", "frozen"),
     [
+        ({"train.lr_schedule": "cosine"}, ["train.steps"]),
+        # Where the size of a micro-batch limits prompts.
         ({"data.on_too_long": "drop"}, ["train.micro_batch_tokens"]),
         ({"env.name": "calculator"}, ["train.micro_batch_tokens"]),
         ({"data.on_too_long": "drop", "data.max_prompt_tokens": 100}, []),
     ],
 )
-def test_micro_batch_size_is_frozen_where_it_limits_prompts(
+def test_steps_and_micro_batches_are_frozen_where_others_depend_on_them(
     settings: dict[str, object], frozen: list[str]
 ) -> None:
     old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
-    assert list(fixed_changes(old, with_values(old, {"train.micro_batch_tokens": 2048}))) == frozen
+    new = with_values(old, {"train.steps": 99, "train.micro_batch_tokens": 2048})
+    assert list(fixed_changes(old, new)) == frozen
 
 
 def test_every_field_says_whether_it_may_change_on_resume() -> None:

@@ -39,9 +39,11 @@ from tests.tables import table
 # Ling has no class there, and no tied embeddings in vLLM.
 OF_TRANSFORMERS = [name for name in FAMILIES if name != "ling"]
 
+Folders = dict[str, Path]
+
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """A checkpoint of every family."""
     base = tmp_path_factory.mktemp("families")
     return {name: family_checkpoint(base / name, name) for name in FAMILIES}
@@ -66,9 +68,7 @@ def test_what_is_proved_of_a_family_is_what_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tensor_shapes_are_those_that_transformers_writes(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_tensor_shapes_are_those_that_transformers_writes(name: str, folders: Folders) -> None:
     shape = ModelShape.read(folders[name])
     tensors = checkpoint_tensors(folders[name])
     assert shape.stored_shapes == {
@@ -92,7 +92,7 @@ def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 @pytest.mark.parametrize("defaults", [False, True])
 def test_facts_of_config_json_match_transformers(
-    defaults: bool, name: str, folders: dict[str, Path], tmp_path: Path
+    defaults: bool, name: str, folders: Folders, tmp_path: Path
 ) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     if defaults:
@@ -105,9 +105,7 @@ def test_facts_of_config_json_match_transformers(
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 
 
-def test_rope_keys_of_published_files_are_read_under_both_their_names(
-    folders: dict[str, Path],
-) -> None:
+def test_rope_keys_of_published_files_are_read_under_both_their_names(folders: Folders) -> None:
     hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
     published = {  # of DeepSeek-V3's config.json
         **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -124,7 +122,7 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(
     }
 
 
-def test_rope_keys_of_published_gpt_oss_are_read(folders: dict[str, Path]) -> None:
+def test_rope_keys_of_published_gpt_oss_are_read(folders: Folders) -> None:
     hf = json.loads((folders["gpt_oss"] / "config.json").read_text())
     rope = dict(hf.pop("rope_parameters"))
     old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
@@ -140,7 +138,7 @@ def test_rope_keys_of_published_gpt_oss_are_read(folders: dict[str, Path]) -> No
     [*("llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "minimax-m2"), "untruncated"],
 )
 def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
-    name: str, folders: dict[str, Path], tmp_path: Path
+    name: str, folders: Folders, tmp_path: Path
 ) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -163,7 +161,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     assert dim == {"glm-4.5": 6, "minimax-m2": 6}.get(name, dim)
 
 
-def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
+def test_latent_attention_caches_one_vector_a_token(folders: Folders) -> None:
     for name in ("moonlight", "glm-4.7-flash"):
         assert ModelShape.read(folders[name]).kv_values(1) == 3 * (32 + 8)
     assert ModelShape.read(folders["llama"]).kv_values(1) == 2 * 3 * 4 * 8
@@ -195,7 +193,7 @@ def test_states_take_what_vllm_allocates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moonlight", "glm-4.5-air", "glm-4.7-flash"])
-def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str, Path]) -> None:
+def test_multi_token_prediction_layers_are_left_out(name: str, folders: Folders) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     hf.pop("num_mtp_layers", None)
     without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
@@ -207,9 +205,7 @@ def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str
     assert len(without.faults(without.tensor_shapes | head)) == 2
 
 
-def test_prediction_layers_that_config_json_does_not_count_are_left_out(
-    folders: dict[str, Path],
-) -> None:
+def test_prediction_layers_that_config_json_does_not_count_are_left_out(folders: Folders) -> None:
     """As Qwen3-Next is published."""
     shape = ModelShape.read(folders["qwen3_next"])
     names = "mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.experts.7.up_proj.weight"
@@ -229,7 +225,7 @@ def test_prediction_layers_that_config_json_does_not_count_are_left_out(
     ],
 )
 def test_the_config_of_an_export_counts_no_prediction_layers(
-    name: str, key: str, folders: dict[str, Path], tmp_path: Path
+    name: str, key: str, folders: Folders, tmp_path: Path
 ) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     hf = {other: value for other, value in hf.items() if "mtp" not in other} | {key: 1}
@@ -240,9 +236,7 @@ def test_the_config_of_an_export_counts_no_prediction_layers(
     assert ModelShape.from_hf(exported).num_mtp_layers == 0
 
 
-def test_published_ernie_has_a_prediction_layer_and_may_leave_keys_out(
-    folders: dict[str, Path],
-) -> None:
+def test_published_ernie_has_a_prediction_layer_and_may_leave_keys_out(folders: Folders) -> None:
     hf = json.loads((folders["ernie4_5_moe"] / "config.json").read_text())
     assert ModelShape.from_hf(hf).moe_layers == (1,)
     absent = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
@@ -259,9 +253,7 @@ def test_published_ernie_has_a_prediction_layer_and_may_leave_keys_out(
     assert ModelShape.from_hf(plain).tied  # as in transformers
 
 
-def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
-    folders: dict[str, Path],
-) -> None:
+def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(folders: Folders) -> None:
     folder = folders["granitemoe"]
     shape = ModelShape.read(folder)
     (file,) = folder.glob("*.safetensors")
@@ -318,7 +310,7 @@ def test_a_section_of_the_text_model_is_required() -> None:
         ModelShape.from_hf({**hf, "quantization_config": {"quant_method": "fp8"}})
 
 
-def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -> None:
+def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: Folders) -> None:
     shape = ModelShape.read(folders["granitemoe"])
     tensors = checkpoint_tensors(folders["granitemoe"])
     stack = "model.layers.1.block_sparse_moe.output_linear.weight"
@@ -335,7 +327,7 @@ def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -
 
 @pytest.mark.parametrize(("name", "keys", "rule"), table("refused_keys"))
 def test_what_is_not_supported_is_refused_by_its_key(
-    name: str, keys: str, rule: str, folders: dict[str, Path]
+    name: str, keys: str, rule: str, folders: Folders
 ) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
@@ -395,9 +387,7 @@ def keys_read_by(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_key_that_a_reader_of_the_family_follows_is_read(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_every_key_that_a_reader_of_the_family_follows_is_read(name: str, folders: Folders) -> None:
     """A key that R3 does not read, and that changes what is computed, must be refused by name."""
     hf = Recorded(json.loads((folders[name] / "config.json").read_text()))
     ModelShape.from_hf(hf)
@@ -417,7 +407,7 @@ def test_every_key_that_a_reader_of_the_family_follows_is_read(
     assert not unread, f"{unread} change what {name} computes and R3 reads nothing of them"
 
 
-def test_all_refused_keys_are_in_one_message(folders: dict[str, Path]) -> None:
+def test_all_refused_keys_are_in_one_message(folders: Folders) -> None:
     hf = json.loads((folders["moonlight"] / "config.json").read_text())
     wrong = {"scoring_func": "softmax", "attention_bias": True, "v_head_dim": 0, "n_group": None}
     with pytest.raises(ShapeError) as refused:
@@ -430,9 +420,7 @@ def test_all_refused_keys_are_in_one_message(folders: dict[str, Path]) -> None:
     ]
 
 
-def test_keys_of_one_value_may_be_absent_as_transformers_leaves_them(
-    folders: dict[str, Path],
-) -> None:
+def test_keys_of_one_value_may_be_absent_as_transformers_leaves_them(folders: Folders) -> None:
     hf = json.loads((folders["moonlight"] / "config.json").read_text())
     implied = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     absent = {name: value for name, value in hf.items() if name not in implied}
@@ -465,7 +453,7 @@ OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_
     ],
 )
 def test_keys_of_published_and_old_files_mean_the_same(
-    name: str, changes: dict[str, Any], absent: tuple[str, ...], folders: dict[str, Path]
+    name: str, changes: dict[str, Any], absent: tuple[str, ...], folders: Folders
 ) -> None:
     hf = json.loads((folders[name] / "config.json").read_text())
     hf |= {"num_key_value_heads": 8} if absent else {}

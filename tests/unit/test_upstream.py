@@ -127,22 +127,16 @@ def test_arguments_that_are_set_by_position_or_in_a_dict() -> None:
         assert "fused" in upstream.parsed(adam).parameters  # r3.policy.build.wrap
 
 
-def test_stages_exchange_tensors_alike_in_every_version() -> None:
-    # Tests run `KnownShapes` with one version: these are what it relies on in the others.
-    for name in upstream.EXCHANGES:
-        texts = [known[name] for known in SIGNATURES["megatron"].values()]
-        assert texts[0] and texts[1:] == texts[:-1], name
+def test_exchanges_and_capture_are_alike_in_every_version() -> None:
+    """Tests run `KnownShapes` with one version, and capture with two and on CPU."""
+    for package, names in (("megatron", upstream.EXCHANGES), ("vllm", upstream.CAPTURE)):
+        for name in names:
+            texts = [known[name] for known in SIGNATURES[package].values()]
+            assert texts[0] and texts[1:] == texts[:-1], name
     schedules = [name for name in upstream.EXCHANGES if name.endswith("#exchanges")]
     for known in SIGNATURES["megatron"].values():
         for name in schedules:
             assert "recv_forward" in (known[name] or [""])[0].split(), name
-
-
-def test_what_capture_relies_on_is_alike_in_every_version() -> None:
-    # Tests run it on CPU, with two versions.
-    for name in upstream.CAPTURE:
-        texts = [known[name] for known in SIGNATURES["vllm"].values()]
-        assert texts[0] and texts[1:] == texts[:-1], name
 
 
 def test_what_moved_in_a_new_version_is_named_with_its_place() -> None:

@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from r3.config import AlgoConfig, ConfigError, EnvConfig, RewardConfig
 from r3.envs import Environments
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.user_code import advantage_of, forget_files, load
-from tests.environments import collect, prompt, said
+from tests.environments import answered, collect, opened, prompt
 from tests.errors import Patch
 from tests.tiny import responded
 
@@ -83,20 +84,17 @@ def folder_with(number: int, folder: Path) -> Path:
 
 
 def of_reward(file: Path, workers: int) -> float:
-    scorer = make_scorer(RewardConfig(function=(f"{file}:score",), workers=workers))
-    found = scorer(responded(), prompt())
-    scorer.close()
-    return found
+    settings = RewardConfig(function=(f"{file}:score",), workers=workers)
+    with closing(make_scorer(settings)) as scorer:
+        return scorer(responded(), prompt())
 
 
 def of_environment(file: Path, workers: int) -> float:
-    environments = Environments(EnvConfig(path=f"{file}:Talk", workers=workers))
-    environments.open(0, prompt())
-    first = collect(environments, 1)[0]
-    assert first.failure is None, first.failure
-    environments.send(0, said("hello"))
-    step = collect(environments, 1)[0].value
-    environments.close()
+    settings = EnvConfig(path=f"{file}:Talk", workers=workers)
+    with closing(Environments(settings)) as environments:
+        first = opened(environments)
+        assert first.failure is None, first.failure
+        step = answered(environments, "hello").value
     assert float(first.value[0]["content"]) == step.reward
     return float(step.reward)
 
@@ -230,8 +228,8 @@ def test_what_belongs_to_another_thread_names_the_fix(tmp_path: Path) -> None:
         "def loops(response, prompt):\n    return asyncio.get_event_loop() and 1\n"
     )
     for name in ("score", "loops"):
-        scorer = make_scorer(RewardConfig(function=(f"{tmp_path}/mine.py:{name}",)))
-        with pytest.raises(RewardError, match=r"--reward\.workers 2"):
+        settings = RewardConfig(function=(f"{tmp_path}/mine.py:{name}",))
+        refused = pytest.raises(RewardError, match=r"--reward\.workers 2")
+        with closing(make_scorer(settings)) as scorer, refused:
             scorer(responded(), prompt())
-        scorer.close()
     assert of_reward(tmp_path / "mine.py", 1) == 2
