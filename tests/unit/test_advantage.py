@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.algo.advantage import ADVANTAGES, overlong_penalty, reinforce_pp
+from r3.algo.advantage import ADVANTAGES, overlong_penalty
 
 # Two groups, interleaved. Group 7: rewards 0 1 1 0, mean 1/2, unbiased std sqrt(1/3). Group -3: 2
 # 5, std 3/sqrt(2).
@@ -69,15 +69,6 @@ def test_advantages_by_hand(name: str) -> None:
     # Rounded to float32 a few times: 2^-24 relative each.
     torch.testing.assert_close(found_R, BY_HAND[name].float(), rtol=1e-6, atol=0.0)
     assert ADVANTAGES[name](torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
-def test_parts_of_a_step_would_give_another_scale() -> None:
-    """Why score_all is given everybody's rewards: batch statistics of a half are not those of the
-    whole.
-    """
-    whole_R = reinforce_pp(REWARDS_R, GROUPS_R)
-    half = GROUPS_R == 7
-    assert (whole_R[half] - reinforce_pp(REWARDS_R[half], GROUPS_R[half])).abs().max() > 1.0
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -22,7 +22,7 @@ from r3.cli.parse import Invocation
 from r3.config import to_yaml
 from r3.launch import from_python
 from r3.run import Goal, RunDir, best_step, is_checkpoint_due, write_text
-from r3.tools.beside.result import FINISHED, says_finished
+from r3.tools.beside.result import says_finished
 from tests.errors import Capsys, Patch
 from tests.run_folder import publish
 from tests.runs import program
@@ -215,13 +215,6 @@ def test_what_is_left_to_do_is_not_finished(run: RunDir, capsys: Capsys) -> None
         best = {"checkpoint.keep_best": METRIC}
         assert not says_finished(invocation(run, **best)), "the start names the damaged rows"
     assert capsys.readouterr().out == ""
-
-
-def test_the_check_of_a_launch_ends_the_launch(run: RunDir, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")
-    with pytest.raises(SystemExit) as end:
-        says_finished(replace(invocation(run), check=True))
-    assert end.value.code == FINISHED
 
 
 def test_a_finished_run_that_is_launched_again_starts_no_ranks(run: RunDir) -> None:
