@@ -10,6 +10,7 @@ from r3.tools import fitted
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
+Caplog = pytest.LogCaptureFixture
 
 NOTHING = "nothing was raised"
 

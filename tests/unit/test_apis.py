@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.agents import CALL, PROMPT, Played, address_of, chat, play, post
+from tests.errors import Patch
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -239,7 +240,7 @@ def test_arguments_that_are_no_object_come_back_as_they_were_sampled() -> None:
     assert played.value == {"not_json": [1.0]} and played.texts == [f"{said}<|im_end|>" * 2]
 
 
-def test_what_codex_sends_is_served(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_codex_sends_is_served(capfd: Any, monkeypatch: Patch) -> None:
     monkeypatch.setattr("r3.envs.apis.handlers._SAID", set())
     tools = [
         {"type": "function", **FUNCTION, "strict": False},

@@ -22,7 +22,9 @@ from r3.rollout import (
     rollout_metrics,
     without_end,
 )
+from tests.errors import Capsys
 from tests.rounds import numbered, play_round
+from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
 ENVIRONMENTS = """
@@ -172,9 +174,8 @@ def script(tmp_path: Path, tokenizer: Any) -> Script:
 
 def shares(collected: RoundResult) -> list[float | None]:
     """Shares of conversations rewarded by environment, by functions, and unfinished."""
-    names = ("by_environment", "by_function", "unfinished")
-    parts = [collected.metrics[f"reward/{name}_frac"] for name in names]
-    return [type(part).reduce([part]) for part in parts]
+    found, names = values(collected.metrics), ("by_environment", "by_function", "unfinished")
+    return [found.get(f"reward/{name}_frac") for name in names]
 
 
 UNFINISHED: dict[str, Any] = {"max_turns": 2, "unfinished_reward": -0.5}
@@ -277,7 +278,7 @@ class Sealed(Odd):
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize("name", ["Half", "Endless", "Keys", "Sealed"])
 def test_drop_covers_messages_that_cannot_be_used(
-    script: Script, name: str, where: str, capsys: pytest.CaptureFixture[str]
+    script: Script, name: str, where: str, capsys: Capsys
 ) -> None:
     script.file.write_text(ODD)
     odd: dict[str, Any] = {"args": (f"where={where}",)}

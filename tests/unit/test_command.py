@@ -16,6 +16,7 @@ from r3 import assets
 from r3.config import EnvConfig
 from r3.envs import Command, Resident, Workflows, command
 from r3.rollout import EnvironmentFailed, RoundResult
+from tests.errors import Patch
 from tests.rounds import numbered, play_round
 from tests.runs import soon
 from tests.sources import ROOT
@@ -158,7 +159,7 @@ def test_one_process_lives_all_episodes_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_an_agent_that_stays_fails_the_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, text: str
+    tmp_path: Path, monkeypatch: Patch, rest: str, text: str
 ) -> None:
     monkeypatch.setattr(command, "_LONGEST_LINE", 1 << 20)
     with pytest.raises(EnvironmentFailed) as caught:
@@ -178,7 +179,7 @@ def test_an_agent_that_stays_fails_the_episode(
     ids=["class", "import", "arguments", "raises", "slow"],
 )
 def test_a_class_that_cannot_be_loaded_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, text: str
+    tmp_path: Path, monkeypatch: Patch, old: str, new: str, text: str
 ) -> None:
     monkeypatch.setattr(command, "_END_S", 0.5)
     given: Any = {"retries": 3, "timeout_s": 2.0 if "60" in new else 60.0}
@@ -194,7 +195,7 @@ def test_a_coroutine_below_a_plain_decorator_is_awaited(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["3.9", "3.10", "3.12", "3.13"])
 def test_an_agent_that_stays_has_another_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+    tmp_path: Path, monkeypatch: Patch, version: str
 ) -> None:
     python = shutil.which(f"python{version}") or ""
     if not python or subprocess.run([python, "-c", ""], capture_output=True).returncode:
@@ -206,7 +207,7 @@ def test_an_agent_that_stays_has_another_python(
 
 @pytest.mark.parametrize("end", ["os._exit(1)", "time.sleep(300)"], ids=["dies", "hangs"])
 def test_a_process_that_dies_or_hangs_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    tmp_path: Path, monkeypatch: Patch, end: str
 ) -> None:
     """The episodes that it lived are retried; one that hangs does not take the end of another."""
     monkeypatch.setattr(command, "_SILENT_S", 0.5)
@@ -221,9 +222,7 @@ return os.getpid()"""
     assert 1 <= values(collected.metrics)["env/retries"] <= 8
 
 
-def test_output_goes_to_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_goes_to_the_folder_of_the_run(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("R3_RUN_DIR", str(tmp_path))
     play(tmp_path, "print('row', task['answer']); return 1", prompts=2, stays="Agent")
     output = (tmp_path / "agents" / "rank_00000.txt").read_text()

@@ -1,32 +1,20 @@
 """What the checks of a config say about reward functions and reward models."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from r3.assets import TINY_MOE
 from r3.config import Config
 from r3.extras import planner
 from r3.models.shape import ModelShape
 from r3.rewards import REWARDS
 from r3.tools.planning import memory_plan as plan
+from tests.families import classifier
 from tests.settings import changed, found, found_in_files
-from tests.tiny import tiny_config
-
-
-def classifier(folder: Path, **changes: Any) -> Path:
-    """As much of a reward model as is looked at before a run."""
-    from safetensors.numpy import save_file
-
-    facts = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    (folder / "config.json").write_text(json.dumps(facts | changes))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((TINY_MOE / name).read_bytes())
-    save_file({"score.weight": np.zeros((1, 1000), np.float32)}, folder / "model.safetensors")
-    return folder
+from tests.tiny import edit_json, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -64,7 +52,8 @@ def test_functions_that_rows_name_need_their_settings() -> None:
 def test_a_reward_model_must_give_one_number(
     tmp_path: Path, changes: dict[str, Any], lacking: str, rule: str
 ) -> None:
-    path = classifier(tmp_path, **changes)
+    path = classifier(tmp_path)
+    edit_json(path / "config.json", **changes)
     if lacking:
         (path / lacking).unlink()
     settings = {"reward.function": "model", "reward.model_path": str(path)}
@@ -80,18 +69,17 @@ def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
-    path = str(classifier(tmp_path))
-    settings = {"reward.function": ["gsm8k", "model"], "reward.model_path": path}
+    path = classifier(tmp_path)
+    settings = {"reward.function": ["gsm8k", "model"], "reward.model_path": str(path)}
     assert found(settings) == {}
     config = changed(settings, tiny_config())
     phases = plan.memory(config, ModelShape.read(config.model.path), 2)
-    assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
+    numbers = sum(each.size for each in load_file(path / "model.safetensors").values())
+    assert phases["GENERATE"]["reward model"] == 2 * numbers  # bfloat16
     assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
 
 
 def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
     path = classifier(tmp_path)
     # 2 MiB in bfloat16
     save_file({"score.weight": np.zeros((2**20,), np.float32)}, path / "model.safetensors")

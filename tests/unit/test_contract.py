@@ -22,6 +22,7 @@ from r3.tools import (
     check_loss,
     example_inputs,
 )
+from tests.errors import Capsys
 
 Pair = tuple[Tensor, Tensor]
 
@@ -227,9 +228,7 @@ def centred(rewards_R, groups_R):
         (["absent.py:f", "--advantage"], 2, "there is no file absent.py"),
     ],
 )
-def test_command(
-    words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(words: list[str], code: int, said: str, tmp_path: Path, capsys: Capsys) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     end = contextlib.nullcontext() if code == 0 else pytest.raises(SystemExit, match=f"^{code}$")

@@ -16,7 +16,7 @@ from r3.envs import Model, Workflows, serve
 from r3.rollout import EnvironmentFailed
 from r3.types import Prompt
 from tests.agents import ASK, Played, address_of, chat, play, post
-from tests.errors import Capsys
+from tests.errors import Caplog, Capsys, Patch
 from tests.rounds import numbered, play_round
 from tests.talkers import values
 
@@ -60,7 +60,7 @@ def has_shape(path: str, error: Any) -> bool:
 
 
 def test_every_odd_request_is_refused_in_the_form_of_its_api(
-    capfd: Capsys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capfd: Capsys, caplog: Caplog, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("r3.envs.apis.handlers._SAID", set())
     odd: list[tuple[str, str, bytes]] = [("POST", path, body) for path in WHOLE for body in BODIES]
@@ -141,9 +141,7 @@ class Crowd:
             raise ConnectionError(f"client {number} died")
 
 
-def test_nothing_is_lost_among_slow_and_dying_clients(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_lost_among_slow_and_dying_clients(tokenizer: Any, caplog: Caplog) -> None:
     workflows = Workflows(EnvConfig(on_error="drop"), Crowd)
     prompts = {number: numbered(number) for number in range(350)}
     collected, _ = play_round(workflows, tokenizer, prompts)
@@ -237,7 +235,7 @@ async def streamed(client: Any, path: str, seen: Callable[[str], object] = str) 
 
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_for_the_engine_shows_signs_of_life(
-    path: str, monkeypatch: pytest.MonkeyPatch
+    path: str, monkeypatch: Patch
 ) -> None:
     """Without them clients and proxies give up. The engine waits until three have come."""
     monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
@@ -261,7 +259,7 @@ def test_a_stream_that_waits_for_the_engine_shows_signs_of_life(
 
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_is_aborted_late_ends_with_an_error(
-    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: str, caplog: Caplog, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
     over, tasks = threading.Event(), []
@@ -288,7 +286,7 @@ def test_a_stream_that_is_aborted_late_ends_with_an_error(
     assert played.metrics["env/refused_aborted"] == played.metrics["env/refused_hung_up"] == 1
 
 
-def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_official_clients_read_past_signs_of_life(monkeypatch: Patch) -> None:
     monkeypatch.setattr("r3.envs.apis.handlers._SILENT_S", 0.05)
 
     async def agent(client: Any) -> Any:
@@ -307,9 +305,7 @@ def test_official_clients_read_past_signs_of_life(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "[::1]", "0.0.0.0"])
-def test_other_forms_of_http_are_served(
-    listen: str, capfd: Capsys, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_forms_of_http_are_served(listen: str, capfd: Capsys, caplog: Caplog) -> None:
     """Chunks, HTTP/1.0, three requests at once and a body of 10 MB, beside one that never comes."""
 
     async def agent(client: Any) -> Any:

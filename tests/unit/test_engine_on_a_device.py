@@ -24,7 +24,7 @@ from r3.metrics.console import stage
 from r3.models.shape import ModelShape
 from r3.runtime import say
 from r3.runtime.device import Device
-from tests.errors import Patch
+from tests.errors import Capsys, Patch
 from tests.families import family
 from tests.tiny import tiny_config
 
@@ -141,7 +141,7 @@ def vllm_logger() -> Any:
 
 
 def test_warnings_of_vllm_do_not_break_lines(
-    vllm_logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+    vllm_logger: logging.Logger, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("sys.stderr", sys.stdout)  # one console for both

@@ -12,6 +12,7 @@ from r3.envs import Environments
 from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult
 from r3.user_code import Done
 from tests.environments import answered, opened, prompt, said
+from tests.errors import Patch
 from tests.rounds import numbered, play_round
 from tests.talkers import values
 
@@ -151,7 +152,7 @@ def test_a_suspended_environment_is_closed_when_it_is_dropped_or_over(
 
 
 def test_a_close_that_fails_is_a_warning_and_not_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("R3_TEST_CLOSE_FAILS", "1")
     closing = Closing(tmp_path, "Plain", 0)

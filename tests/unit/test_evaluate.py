@@ -5,10 +5,7 @@ from itertools import combinations
 import pytest
 
 from r3.rollout import accuracy_metrics, is_graded, none_right, pass_at_k
-
-
-def value(partial: object) -> float:
-    return type(partial).reduce([partial])  # type: ignore[attr-defined,no-any-return]
+from tests.talkers import values
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
@@ -24,15 +21,12 @@ def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_right_one(samples: i
 
 def test_one_sample_gives_accuracy_alone() -> None:
     metrics = accuracy_metrics("a", [1.0, 0.5, 0.0, 1.0], 1)
-    assert {key: value(part) for key, part in metrics.items()} == {"eval/a/accuracy": 0.5}
+    assert values(metrics) == {"eval/a/accuracy": 0.5}
 
 
 def test_several_samples_give_avg_and_pass() -> None:
     rewards = [1.0, 0.5, 0.0, 0.0] + [1.0, 1.0, 1.0, 0.0]  # two questions, four samples each
-    metrics = {
-        key: value(part) for key, part in accuracy_metrics("a", rewards, 4, (1, 2, 4)).items()
-    }
-    assert metrics == pytest.approx(
+    assert values(accuracy_metrics("a", rewards, 4, (1, 2, 4))) == pytest.approx(
         {
             "eval/a/accuracy": 4 / 8,  # rewards below 1 are not right
             "eval/a/avg_at_4": 4.5 / 8,
@@ -47,15 +41,15 @@ def test_several_samples_give_avg_and_pass() -> None:
 def test_a_sum_that_rounds_below_1_is_right() -> None:
     reward = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
     assert reward < 1.0
-    metrics = accuracy_metrics("a", [reward, 1.0 - 1e-6], 2)
-    assert value(metrics["eval/a/accuracy"]) == 0.5, "and what is really below is not"
-    assert value(metrics["eval/a/pass_at_2"]) == 1.0
+    metrics = values(accuracy_metrics("a", [reward, 1.0 - 1e-6], 2))
+    assert metrics["eval/a/accuracy"] == 0.5, "and what is really below is not"
+    assert metrics["eval/a/pass_at_2"] == 1.0
 
 
 def test_the_deciding_function_says_what_is_right() -> None:
     # A length penalty lowers right rewards below 1; a format reward lifts wrong ones above.
     metrics = accuracy_metrics("a", [0.97, 1.2, 0.3], 1, deciding=[1.0, 0.0, 0.0])
-    assert value(metrics["eval/a/accuracy"]) == 1 / 3
+    assert values(metrics)["eval/a/accuracy"] == 1 / 3
 
 
 def test_a_graded_function_without_a_right_response_is_named() -> None:

@@ -21,6 +21,7 @@ from r3.tools import example_inputs, example_rewards
 from r3.types import Prompt
 from r3.user_code import advantage_of, bounds_of, load, loss_of
 from tests.environments import collect, said
+from tests.errors import Patch
 from tests.rounds import play_round
 from tests.tiny import responded
 
@@ -140,7 +141,7 @@ def test_rewards_cannot_change_what_others_see(file: Path, name: str, workers: i
     assert (repr(prompt), repr(samples)) == before
 
 
-def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_copies_the_changes_are_seen(file: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("r3.rewards.own_copy", lambda value: value)
     scorer, prompt = make_scorer(RewardConfig(function=(f"{file}:alone",))), fragile()
     assert scorer(responded(), prompt) < scorer(responded(), prompt)

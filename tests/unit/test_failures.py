@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,20 +21,21 @@ from r3.run import (
     failure_text,
     resume_command,
 )
+from tests.errors import Capsys, Patch
 from tests.tiny import ALONE
 
+Run = Callable[[int, Callable[[], object]], CompletedProcess[str]]
 
-def run(folder: Path, rank: int, body: Callable[[], object]) -> CompletedProcess[str]:
-    """Run `body` under a report in a forked process, because the report ends its process."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (until the end)
+
+@pytest.fixture
+def run(tmp_path: Path, capfd: Capsys) -> Run:
+    """Runs `body` under a report in a forked process, because the report ends its process."""
+
+    def forked(rank: int, body: Callable[[], object]) -> CompletedProcess[str]:
+        if not (pid := os.fork()):
             code = 0
             try:
-                with FailureReport(folder, rank=rank):
+                with FailureReport(tmp_path, rank=rank):
                     body()
                 print("after the block", flush=True)
             except SystemExit as left:
@@ -43,11 +43,9 @@ def run(folder: Path, rank: int, body: Callable[[], object]) -> CompletedProcess
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
-    return CompletedProcess([], os.waitstatus_to_exitcode(status), *texts)
+        return CompletedProcess([], os.waitstatus_to_exitcode(status), *capfd.readouterr())
+
+    return forked
 
 
 def breaks(text: str) -> Callable[[], object]:
@@ -128,7 +126,7 @@ def test_a_message_that_names_a_rank_names_it_once(tmp_path: Path) -> None:
     ],
 )
 def test_the_resume_command_is_how_the_run_was_started(
-    variable: str, program: str, command: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, program: str, command: str, monkeypatch: Patch
 ) -> None:
     for name in ("LOCAL_WORLD_SIZE", "R3_RESUME"):
         monkeypatch.delenv(name, raising=False)
@@ -138,62 +136,66 @@ def test_the_resume_command_is_how_the_run_was_started(
     assert resume_command(Path("runs/a")) == command
 
 
-def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
-    first = run(tmp_path, 1, breaks("this broke"))
-    second = run(tmp_path, 2, breaks("connection closed by peer"))
+def test_only_the_first_rank_speaks(run: Run, tmp_path: Path) -> None:
+    first = run(1, breaks("this broke"))
+    second = run(2, breaks("connection closed by peer"))
     assert (first.returncode, second.returncode) == (1, 1)
     assert "RuntimeError on rank 1: this broke" in first.stderr
     assert (tmp_path / "errors" / "rank_00001.txt").stat().st_mode & 0o077 == 0, "private"
     assert second.stderr == "" and second.stdout == ""
     assert "this broke" in (tmp_path / "errors" / "rank_00001.txt").read_text()
-    assert "broke" in run(tmp_path, 0, breaks("broke")).stderr, "the next run speaks again"
+    assert "broke" in run(0, breaks("broke")).stderr, "the next run speaks again"
     assert "connection closed" in (tmp_path / "errors" / "rank_00002.txt").read_text()
 
 
-def test_the_launchers_signal_adds_nothing_after_a_failure(tmp_path: Path) -> None:
+def test_the_launchers_signal_adds_nothing_after_a_failure(run: Run, tmp_path: Path) -> None:
     def ended_by_launcher() -> None:
         with StopRequest(RunDir(tmp_path).first_failure):
             signal.raise_signal(signal.SIGTERM)
 
-    assert "stopping after this step" in run(tmp_path, 2, ended_by_launcher).stderr
-    run(tmp_path, 1, breaks("this broke"))
-    assert run(tmp_path, 2, ended_by_launcher).stderr == ""
+    assert "stopping after this step" in run(2, ended_by_launcher).stderr
+    run(1, breaks("this broke"))
+    assert run(2, ended_by_launcher).stderr == ""
 
 
-def test_a_run_is_stopped_by_the_first_of_two_signals(tmp_path: Path) -> None:
+def test_a_run_is_stopped_by_the_first_of_two_signals(run: Run, tmp_path: Path) -> None:
     def stops() -> None:
         with StopRequest(RunDir(tmp_path).first_failure) as stop:
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGTERM)  # as srun sends where another node ended first
             print(stop.agreed(ALONE))
 
-    assert run(tmp_path, 0, stops).stdout.startswith("SIGUSR1\n")
+    assert run(0, stops).stdout.startswith("SIGUSR1\n")
 
 
-def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(
+    run: Run, tmp_path: Path
+) -> None:
     def hangs_up(handler: signal.Handlers) -> None:
         signal.signal(signal.SIGHUP, handler)
         with StopRequest(RunDir(tmp_path).first_failure):
             signal.raise_signal(signal.SIGHUP)
 
     # The default, also where nohup runs the tests.
-    ended = run(tmp_path, 0, lambda: hangs_up(signal.SIG_DFL))
+    ended = run(0, lambda: hangs_up(signal.SIG_DFL))
     assert "SIGHUP: stopping after this step" in ended.stderr
-    ended = run(tmp_path, 0, lambda: hangs_up(signal.SIG_IGN))  # as nohup does
+    ended = run(0, lambda: hangs_up(signal.SIG_IGN))  # as nohup does
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_folder_that_cannot_be_written_loses_nothing_and_is_not_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_loses_nothing_and_is_not_named(
+    run: Run, tmp_path: Path
+) -> None:
     """As on a full disk: the file of the traceback would be empty, or is not there."""
     (tmp_path / "errors").write_text("a file where the folder should be")
-    done = run(tmp_path, 1, breaks("broke"))
+    done = run(1, breaks("broke"))
     assert done.returncode == 1 and "start again with: " in done.stderr
     assert "RuntimeError: broke" in done.stderr and "could not be written" in done.stderr
     assert "full traceback" not in done.stderr and "in breaks" not in done.stderr
 
 
-def test_without_an_error_nothing_happens(tmp_path: Path) -> None:
-    assert run(tmp_path, 0, interrupts).returncode == 130
-    assert run(tmp_path, 0, lambda: sys.exit(2)).returncode == 2
-    done = run(tmp_path, 0, lambda: None)
+def test_without_an_error_nothing_happens(run: Run) -> None:
+    assert run(0, interrupts).returncode == 130
+    assert run(0, lambda: sys.exit(2)).returncode == 2
+    done = run(0, lambda: None)
     assert (done.returncode, done.stdout, done.stderr) == (0, "after the block\n", "")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from r3.tools.beside.watchdog import ENDS_RANK
+from tests.errors import Capsys
 from tests.forked_ranks import ForkedRank
 from tests.runs import program
 from tests.warm import interpreter
@@ -48,7 +49,7 @@ else:
     ],
 )
 def test_exit_codes_and_messages_are_those_of_a_program(
-    word: str, code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    word: str, code: int, said: str, tmp_path: Path, capfd: Capsys
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -17,6 +17,7 @@ from r3 import assets
 from r3.models import CheckpointReader, Kind, read_small_files, with_end_tokens, write_checkpoint
 from r3.models.shape import ModelShape
 from r3.policy.weight_slots import Slot, join_shards, load, split
+from tests.tiny import edit_json
 
 MIB = 2**20
 SHAPE = replace(ModelShape.read(assets.TINY_MOE), num_heads=8, num_kv_heads=4, head_dim=4)
@@ -113,8 +114,7 @@ def test_reading_a_cut_takes_no_more_memory_than_the_cut(dim: int, tmp_path: Pat
 
 def exported(folder: Path, **config: object) -> Path:
     """An export of one tensor beside the small files of `folder`, which is then deleted."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    edit_json(folder / "config.json", **config)
     small_files, out = read_small_files(folder), folder.with_name("export")
     shutil.rmtree(folder)  # an export depends on nothing that may have changed since the start
     weights = [("model.norm.weight", torch.ones(4, dtype=torch.bfloat16))]

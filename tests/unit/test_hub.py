@@ -171,31 +171,34 @@ def test_an_interrupted_download_goes_on_with_the_files_that_are_missing(
     hub.models["owner/tiny"]["main"] = folder = sharded(tmp_path / "shards")
     whole, cut = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     hub.stalls[cut] = 1000
-    child = subprocess.Popen([sys.executable, "-c", CHILD], env=environment(hub, tmp_path))
+    child = started(hub, tmp_path)
     there = tmp_path / "cache" / "models--owner--tiny" / "snapshots" / sha_of(folder) / whole
     assert hub.stalled.wait(100) and soon(there.exists, 100)
     child.kill()
-    child.wait()
+    child.communicate()
     hub.sent.clear()
     fetch()
     assert dict(hub.sent) == {cut: (folder / cut).stat().st_size}
 
 
-CHILD = (
-    "from r3.tools import download as d\n"
-    "d.fetch_small('hub:owner/tiny')\n"
-    "d.fetch_weights('hub:owner/tiny', print)\n"
-)
+CHILD = """
+from r3.tools import download as d
+d.fetch_small('hub:owner/tiny')
+d.fetch_weights('hub:owner/tiny', print)
+"""
 
 
-def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
+def started(hub: Hub, tmp_path: Path) -> subprocess.Popen[str]:
+    """A process that downloads the model into the cache."""
     cache = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    return {**os.environ, **cache, "PYTHONPATH": str(ROOT)}
+    own = {**os.environ, **cache, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD], env=own, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_one_process_downloads_and_the_others_wait(hub: Hub, tmp_path: Path) -> None:
-    options = {"env": environment(hub, tmp_path), "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen([sys.executable, "-c", CHILD], **options) for _ in range(3)]
+    children = [started(hub, tmp_path) for _ in range(3)]
     texts = [child.communicate(timeout=200)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0, 0]
     assert sum("downloading hub:owner/tiny" in text for text in texts) == 1

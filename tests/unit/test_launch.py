@@ -12,6 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from r3.cli.parse import parse
+from tests.errors import Patch
 from tests.runs import program
 from tests.world import ROOT
 
@@ -109,7 +110,7 @@ def test_a_number_of_ranks_that_is_none_is_said(ranks: str, tmp_path: Path) -> N
 
 
 def test_the_folder_of_a_yaml_file_counts_before_that_of_the_job(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Else each job of a chain begins a run of its own at step 0."""
     monkeypatch.setenv("R3_LOG_DIR", "runs/slurm-77")

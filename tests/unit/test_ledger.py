@@ -7,13 +7,10 @@ import pytest
 
 from r3.algo.packing import pack
 from r3.routing import LedgerError, captured_rows, reconcile
-from r3.runtime.mesh import Axis
 from r3.sync import find_damage, send_samples
 from r3.types import Rollout, Sample
-from tests.tiny import MOE
+from tests.tiny import ALONE, MOE
 from tests.tiny import coded_rollout as rollout
-
-ALONE = Axis(name="world", group=None, rank=0, size=1)
 
 
 def without(sample: Rollout, rows: list[int]) -> Rollout:
