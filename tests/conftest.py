@@ -59,6 +59,15 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, runs/ among them, are the test's own; no torchrun around it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the embedded model."""
     from r3 import assets

@@ -14,6 +14,7 @@ import yaml
 from r3 import assets
 from r3.models import families
 from r3.models.shape import ModelShape
+from tests.tiny import edit_json
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _SIZES: dict[str, Any] = _TABLE["sizes"]
@@ -200,9 +201,7 @@ def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (*size, 16), **kind)
         tensors[f"{name}_scales"] = torch.randint(119, 123, size, **kind)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     return tensors
 
 

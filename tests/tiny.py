@@ -65,8 +65,7 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
 def embedded(folder: Path, **keys: Any) -> Path:
     """A copy of the embedded model with other keys in config.json."""
     shutil.copytree(assets.TINY_MOE, folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    edit_json(folder / "config.json", **keys)
     return folder
 
 

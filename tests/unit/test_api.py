@@ -15,24 +15,16 @@ from r3 import Result, RunError, train
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
 from r3.launch import from_python
-from tests.errors import Patch
+from tests.errors import Patch, message_of
 from tests.runs import program
 from tests.tiny import FEW_ROWS
-from tests.world import ROOT
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_all_mistakes_are_raised_at_once_and_nothing_is_written() -> None:
-    with pytest.raises(ConfigError) as raised:
-        train("tiny", {"train.steps": 0, "train.learning_rate": 1, "rollout.group_size": "many"})
-    text = str(raised.value)
+    wrong = {"train.steps": 0, "train.learning_rate": 1, "rollout.group_size": "many"}
+    text = message_of(lambda: train("tiny", wrong), ConfigError)
     assert "train.steps = 0: must be at least 1" in text
     assert "train.learning_rate = 1: there is no such setting" in text
     assert "rollout.group_size = 'many': must be an integer" in text
@@ -45,9 +37,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     """Those of a sweep, such as np.logspace; their values are checked as any others."""
     values = {"train.lr": np.float64(1e-3), "train.steps": np.int64(0)}
     values |= {"eval.samples": [np.int8(1)]}
-    with pytest.raises(ConfigError) as raised:
-        train("tiny-smoke", {**values, "parallel.ep": np.int32(1)})
-    text = str(raised.value)
+    values |= {"parallel.ep": np.int32(1)}
+    text = message_of(lambda: train("tiny-smoke", values), ConfigError)
     assert "train.steps = 0: must be at least 1" in text
     assert "train.lr" not in text and "eval.samples" not in text and "np." not in text
     with pytest.raises(ConfigError, match=r"train\.steps = 3\.0: must be an integer"):

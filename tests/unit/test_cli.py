@@ -22,16 +22,9 @@ from tests.runs import program
 from tests.sweeps import sweep
 from tests.tables import table
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 # numpy takes a tenth of a second: headers of weights and metrics need it.
 HEAVY = ("torch", "vllm", "megatron", "transformers")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Relative paths, runs/ among them, are the test's own; no torchrun around it."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def refusal(capsys: Capsys, *argv: str) -> str:

@@ -15,6 +15,7 @@ from r3.models import CheckpointReader, checkpoint_faults, checkpoint_tensors, w
 from r3.models.shape import ModelShape, ShapeError
 from tests.families import family_checkpoint
 from tests.settings import found
+from tests.tiny import edit_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
@@ -146,10 +147,9 @@ def test_an_output_head_of_its_own_in_a_tied_model_is_refused(tmp_path: Path) ->
 
 
 def test_a_chat_template_may_stand_in_the_tokenizer_config(model: Path) -> None:
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = (model / "chat_template.jinja").read_text()
+    template = (model / "chat_template.jinja").read_text()
+    edit_json(model / "tokenizer_config.json", chat_template=template)
     (model / "chat_template.jinja").unlink()
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
     assert found({"model.path": str(model)}) == {}
 
 

@@ -25,6 +25,7 @@ from r3.envs import (
 )
 from r3.rollout import OneTurn, read_task, readable_message
 from tests.environments import answered, collect, opened, prompt, said
+from tests.errors import message_of
 from tests.runs import soon
 from tests.settings import found_in_files
 from tests.tiny import tiny_config
@@ -83,9 +84,7 @@ def test_a_users_file_is_refused_by_name(
     ],
 )
 def test_what_step_returns_is_checked(value: Any, text: str) -> None:
-    with pytest.raises(TypeError) as error:
-        checked_step(value)
-    assert text in str(error.value)
+    assert text in message_of(lambda: checked_step(value), TypeError)
 
 
 def test_step_may_return_metrics() -> None:
