@@ -1,5 +1,6 @@
-"""The messages of errors that a test provokes."""
+"""The messages of errors that a test provokes, and the terminal that shows them."""
 
+import io
 import re
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,13 @@ Patch = pytest.MonkeyPatch
 Caplog = pytest.LogCaptureFixture
 
 NOTHING = "nothing was raised"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def too_wide(text: str) -> list[str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from r3 import assets
+from r3.algo.loss import LossInputs, Sequences
 from r3.config import (
     AlgoConfig,
     Config,
@@ -133,6 +135,21 @@ def responded(response: str = "", sample_index: int = 0) -> Rollout:
     """A short rollout with this response."""
     (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
     return replace(made, response=response, sample_index=sample_index)
+
+
+def loss_inputs(
+    logprobs_N: torch.Tensor, borders: tuple[int, ...] = (), **given: Any
+) -> LossInputs:
+    """Inputs of a loss; what is not given is pi_old = 0, mu = pi_old, A = 0 and no mask."""
+    zeros_N = torch.zeros_like(logprobs_N).detach()
+    old_N = given.setdefault("old_logprobs_N", zeros_N)
+    others: dict[str, Any] = {
+        "rollout_logprobs_N": old_N,
+        "advantages_N": zeros_N,
+        "loss_mask_N": torch.ones_like(zeros_N),
+        "sequences": Sequences(borders or (0, len(logprobs_N))),
+    }
+    return LossInputs(logprobs_N=logprobs_N, **(others | given))
 
 
 MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}

@@ -25,24 +25,12 @@ from r3.algo.loss import (
     ppo_clip,
 )
 from r3.tools import loss_fault
+from tests.tiny import loss_inputs as made
 
 BOUNDS = Bounds(0.2, 0.28, cap=5.0)
 WIDE = Bounds(1.0, 1e9)
 # float32 rounds at 6e-8 relative; exp, log and a product of order 1 lose a few of those.
 CLOSE: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}
-
-
-def made(logprobs_N: Tensor, borders: tuple[int, ...] = (), **given: Any) -> LossInputs:
-    """Inputs of a loss; what is not given is pi_old = 0, mu = pi_old, A = 0 and no mask."""
-    zeros_N = torch.zeros_like(logprobs_N).detach()
-    old_N = given.setdefault("old_logprobs_N", zeros_N)
-    others: dict[str, Any] = {
-        "rollout_logprobs_N": old_N,
-        "advantages_N": zeros_N,
-        "loss_mask_N": torch.ones_like(zeros_N),
-        "sequences": Sequences(borders or (0, len(logprobs_N))),
-    }
-    return LossInputs(logprobs_N=logprobs_N, **(others | given))
 
 
 def random_batch(seed: int) -> tuple[LossInputs, Tensor]:

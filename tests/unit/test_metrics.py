@@ -46,16 +46,9 @@ from r3.metrics import (
 from r3.metrics.console import COLUMNS, console_of, notes, stage, step_line
 from r3.run import RunDir, read_metrics, truncate_metrics
 from r3.tools import show_samples
-from tests.errors import Patch
+from tests.errors import Patch, Terminal
 from tests.runs import is_wall_clock
 from tests.tiny import ALONE, tiny_config
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def meter(

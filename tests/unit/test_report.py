@@ -28,31 +28,35 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "first")
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A run that a test changes."""
+    return write_run(tmp_path / "run")
+
+
 def one_run(*words: object) -> dict[str, Any]:
     """The data of a page of one run."""
     (found,) = report_data(*words)["runs"]
     return dict(found)
 
 
-def test_columns_keep_the_step_of_every_value(tmp_path: Path) -> None:
+def test_columns_keep_the_step_of_every_value(own: Path) -> None:
     rows = '{"step": 0, "a": 1.0}\n{"step": 1, "b": 0.3333333333}\n'
-    run = write_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text(f'{rows}{{"step": 2, "a": NaN, "b": Infinity}}\n')
+    (own / "metrics.jsonl").write_text(f'{rows}{{"step": 2, "a": NaN, "b": Infinity}}\n')
     expected = {"step": [0, 1, 2], "a": [1, None, None], "b": [None, 0.333333, None]}
-    assert one_run(run)["metrics"] == expected
-    (run / "metrics.jsonl").write_text("")
-    assert one_run(run)["metrics"] == {}
+    assert one_run(own)["metrics"] == expected
+    (own / "metrics.jsonl").write_text("")
+    assert one_run(own)["metrics"] == {}
 
 
-def test_evenly_spaced_or_asked_steps_are_shown(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
+def test_evenly_spaced_or_asked_steps_are_shown(own: Path) -> None:
     for step in (1, 10, 20, 30, 40, 50, 60, 70, 80, 90):
         for suffix in (".jsonl", ".safetensors"):
-            file = run / "rollouts" / f"step_{step:06d}{suffix}"
-            shutil.copy(run / "rollouts" / f"step_000003{suffix}", file)
+            file = own / "rollouts" / f"step_{step:06d}{suffix}"
+            shutil.copy(own / "rollouts" / f"step_000003{suffix}", file)
 
     def shown(*words: object) -> list[int]:
-        return [dump["step"] for dump in one_run(run, *words)["dumps"] if dump["kind"] == "train"]
+        return [dump["step"] for dump in one_run(own, *words)["dumps"] if dump["kind"] == "train"]
 
     assert shown() == [1, 3, 20, 30, 50, 60, 80, 90], "8 of 11, the first and the last among them"
     assert shown("--steps", 3, 7) == [3]
@@ -78,17 +82,16 @@ def test_facts_of_tokens_are_those_of_the_dump_up_to_a_limit(run: Path) -> None:
     assert facts.keys() == {"ids", "sampled", "logprobs"}
 
 
-def test_saved_scores_become_differences_and_disagreement(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    file = run / "rollouts" / "step_000001.safetensors"
+def test_saved_scores_become_differences_and_disagreement(own: Path) -> None:
+    file = own / "rollouts" / "step_000001.safetensors"
     arrays = load_file(file)
     arrays["loss_mask"][8] = 0  # a token of the first rollout that was not sampled
     second = int(arrays["cu_rows"][1])
     arrays["routed_experts"][second + 9] = -1  # not captured
     save_file(arrays, file)
     # Row 8 of the second rollout predicted its token 9. It gets other experts in one of 4 layers.
-    save_scores(run, second + 8, layers=2)
-    data = one_run(run)
+    save_scores(own, second + 8, layers=2)
+    data = one_run(own)
     dumps = {dump["step"]: dump for dump in data["dumps"][:2]}
     first, other = (dumps[1]["samples"][place]["tokens"] for place in (0, 1))
     assert first["sampled"] == [[6, 8], [9, 10]]
@@ -103,16 +106,15 @@ def test_saved_scores_become_differences_and_disagreement(tmp_path: Path) -> Non
     assert loads == [[2 * 125] * 4, [2 * 126] * 4]
 
 
-def test_a_page_is_made_of_what_can_be_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    rollouts = run / "rollouts"
+def test_a_page_is_made_of_what_can_be_read(own: Path) -> None:
+    rollouts = own / "rollouts"
     # Arrays of another step: as many rollouts with as many tokens, and other ones.
     arrays = load_file(rollouts / "step_000001.safetensors")
     arrays["tokens"] = arrays["tokens"][::-1].copy()
     save_file(arrays, rollouts / "step_000003.safetensors")
     (rollouts / "step_000001.safetensors").write_bytes(b"torn")
-    (run / "eval" / "step_000000.jsonl").write_text("{")
-    data = one_run(run)
+    (own / "eval" / "step_000000.jsonl").write_text("{")
+    data = one_run(own)
     shown = [(dump["kind"], dump["step"], dump["total"]) for dump in data["dumps"]]
     assert shown == [("train", 1, 12), ("train", 3, 12), ("eval", 3, 3)]
     assert not any("tokens" in row for dump in data["dumps"] for row in dump["samples"])
@@ -127,13 +129,12 @@ def test_a_page_is_made_of_what_can_be_read(tmp_path: Path) -> None:
         read_rollouts(rollouts / "step_000003.jsonl")
 
 
-def test_arrays_of_fewer_rollouts_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    dump = RunDir(run).rollouts(1)
+def test_arrays_of_fewer_rollouts_are_left_out(own: Path) -> None:
+    dump = RunDir(own).rollouts(1)
     lines = dump.read_text().splitlines()
     dump.write_text("\n".join([*lines, lines[0]]))
     said = "it has the arrays of 12 rollouts, and there are 13 rows"
-    assert said in " ".join(one_run(run)["notes"])
+    assert said in " ".join(one_run(own)["notes"])
 
 
 def test_the_data_of_two_runs_is_complete(run: Path, tmp_path: Path) -> None:
@@ -155,22 +156,20 @@ def test_the_data_of_two_runs_is_complete(run: Path, tmp_path: Path) -> None:
     assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
 
 
-def test_changed_settings_are_those_that_the_run_wrote(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert one_run(run)["base"] == ""
-    RunDir(run).overrides.write_text("# comment\nbase: tiny\ntrain:\n  lr: 0.1\n")
-    data = one_run(run)
+def test_changed_settings_are_those_that_the_run_wrote(own: Path) -> None:
+    assert one_run(own)["base"] == ""
+    RunDir(own).overrides.write_text("# comment\nbase: tiny\ntrain:\n  lr: 0.1\n")
+    data = one_run(own)
     assert (data["base"], data["changed"]) == ("tiny", ["train.lr"])
 
 
-def test_without_the_model_the_export_has_the_tokenizer(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    config = RunDir(run).config
+def test_without_the_model_the_export_has_the_tokenizer(own: Path, tmp_path: Path) -> None:
+    config = RunDir(own).config
     config.write_text(config.read_text().replace(str(assets.TINY_MOE), str(tmp_path / "gone")))
-    bare = one_run(run)
+    bare = one_run(own)
     assert bare["vocabulary"] == {} and "tokens are shown by their numbers" in bare["notes"][0]
-    shutil.copytree(assets.TINY_MOE, RunDir(run).hf(3))
-    exported = one_run(run)
+    shutil.copytree(assets.TINY_MOE, RunDir(own).hf(3))
+    exported = one_run(own)
     assert exported["vocabulary"] and exported["notes"] == []
 
 

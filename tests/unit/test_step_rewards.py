@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3.algo.advantage import Reward, advantages_of, less_kl
-from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
+from r3.algo.loss import Bounds, aggregate, pg
 from r3.algo.packing import pack, with_advantages
 from r3.config import Config
 from r3.models.shape import ModelShape
@@ -28,7 +28,7 @@ from r3.tools import StepNotes, trained_samples
 from r3.types import Rollout, Sample
 from r3.user_code import advantage_of
 from tests.errors import Capsys
-from tests.tiny import ALONE, random_rollouts, tiny_config
+from tests.tiny import ALONE, loss_inputs, random_rollouts, tiny_config
 
 CONFIG = tiny_config(rollout={"group_size": 2, "max_response_tokens": 20})
 SHAPE = ModelShape.read(CONFIG.model.path)
@@ -397,11 +397,8 @@ def test_the_loss_of_episodes_is_the_one_worked_out_by_hand(
     (micro_batch,) = with_advantages((micro_batch,), advantages_R)
     logprobs_N = torch.full((micro_batch.num_tokens,), -1.0)
     mask_N, weights_N = micro_batch.loss_mask_N, micro_batch.sequence_weights_N
-    given: dict[str, Any] = dict.fromkeys(
-        ("logprobs_N", "old_logprobs_N", "rollout_logprobs_N"), logprobs_N
-    )
-    given |= {"advantages_N": micro_batch.advantages_N, "loss_mask_N": mask_N}
-    inputs = LossInputs(**given, sequences=Sequences(micro_batch.cu_seqlens))
+    given = {"advantages_N": micro_batch.advantages_N, "loss_mask_N": mask_N}
+    inputs = loss_inputs(logprobs_N, micro_batch.cu_seqlens, old_logprobs_N=logprobs_N, **given)
     loss_N, _ = pg(inputs, Bounds(0.2, 0.2))
     counts = {"num_loss_tokens": 50, "num_sequences": 4, "max_response_tokens": 20}
     loss = aggregate(loss_N, mask_N, weights_N, kind=kind, **counts)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantage
+from r3.algo.loss import LOSSES, Bounds, teacher_advantage
 from r3.checks import load_files, problems, warnings
 from r3.config import OF_OBJECTIVE, ConfigError, with_values
 from r3.models.shape import ModelShape
 from r3.rollout import read_task
 from r3.tools.planning.memory_plan import host_memory, memory, teacher_bytes
 from tests.families import random_checkpoint
-from tests.tiny import edit_json, tiny_config
+from tests.tiny import edit_json, loss_inputs, tiny_config
 
 TEACHER = str(assets.TINY_MOE_TIES)
 OBJECTIVE = {"train.objective": "distill", "algo.teacher": (TEACHER,)}
@@ -42,10 +42,8 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
     kl = (logprobs_V.exp() * (logprobs_V - teacher_V)).sum()
     (expected_V,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
     old_V = logprobs_V.detach()
-    given: dict[str, Any] = dict.fromkeys(("old_logprobs_N", "rollout_logprobs_N"), old_V)
-    given |= {"logprobs_N": logprobs_V, "loss_mask_N": torch.ones(5)}
     advantages_V = teacher_advantage(old_V, teacher_V, coef=1.0)
-    inputs = LossInputs(**given, advantages_N=advantages_V, sequences=Sequences((0, 5)))
+    inputs = loss_inputs(logprobs_V, old_logprobs_N=old_V, advantages_N=advantages_V)
     loss_V, _ = LOSSES[loss](inputs, Bounds(low=1.0, high=4.0, cap=5.0))
     (found_V,) = torch.autograd.grad((old_V.exp() * loss_V).sum(), logits_V)
     # losses are float32

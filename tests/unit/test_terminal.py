@@ -13,7 +13,7 @@ from r3.metrics.console import console_of
 from r3.rewards.scorer import RewardError
 from r3.run import RunDir, failure_text, write_json, write_text
 from r3.runtime import say, visible
-from tests.errors import Capsys, Patch
+from tests.errors import Capsys, Patch, Terminal
 from tests.run_folder import write_run
 
 # What rich takes for markup, a title, a screen that is cleared, C1's introducer, a line that is
@@ -24,15 +24,10 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 _COLOUR = re.compile(r"\x1b\[[\d;]*m|\x1b\]8;[^\x1b]*\x1b\\")  # rich's own, on a terminal
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 ROW = {"reward/mean": 1.0, f"eval/{HOSTILE}/accuracy": 1.0, f"eval/{HOSTILE}/b": 1.0}
 
 
-@pytest.mark.parametrize("stream", [_Terminal(), io.StringIO()])
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_the_console_shows_control_characters(stream: io.StringIO) -> None:
     console = console_of(is_leader=True, progress=False, stream=stream)
     for write in (
@@ -133,7 +128,7 @@ def test_long_lines_are_broken_between_words_on_a_terminal_only(
     line: str, expected: list[str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for stream, lines in ((io.StringIO(), [line]), (_Terminal(), expected)):
+    for stream, lines in ((io.StringIO(), [line]), (Terminal(), expected)):
         monkeypatch.setattr("sys.stdout", stream)
         say(line)
         assert stream.getvalue().splitlines() == lines

@@ -17,6 +17,12 @@ from tests.runs import program
 LOW = "\u2581"
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run after the first of the two steps that its config asks for."""
+    return write_run(tmp_path / "run", steps=1)
+
+
 def shown(capsys: Capsys, run: Path) -> str:
     watch.main([str(run), "--once"])
     return capsys.readouterr().out
@@ -46,9 +52,8 @@ def test_a_console_of_ascii_shows_the_run(tmp_path: Path) -> None:
 
 
 def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
-    tmp_path: Path, capsys: Capsys
+    run: Path, capsys: Capsys
 ) -> None:
-    run = write_run(tmp_path / "run", steps=1)
     (run / "metrics.jsonl").unlink()
     change(run, train_steps=45)
     for step in range(36):
@@ -63,8 +68,7 @@ def test_curves_have_gaps_and_the_time_left_is_of_the_newest_steps(
     assert "about 75s left" in out, "ten steps as long as the newest ten, without evaluations"
 
 
-def test_screen_has_progress_figures_and_phases(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", steps=1)  # of the 2 that its config asks for
+def test_screen_has_progress_figures_and_phases(run: Path, capsys: Capsys) -> None:
     beat(run, 0, "generate")
     beat(run, 1, "train")
     out = shown(capsys, run)
@@ -73,8 +77,7 @@ def test_screen_has_progress_figures_and_phases(tmp_path: Path, capsys: Capsys) 
     assert "generate: rank 0" in out and "train: rank 1" in out
 
 
-def test_silence_is_said(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+def test_silence_is_said(run: Path, capsys: Capsys) -> None:
     assert "no heartbeats" in shown(capsys, run)
     beat(run, 0, "train", silent_s=240.0)
     beat(run, 1, "train")
@@ -97,8 +100,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("word", ["hold", "release"])
-def test_a_killed_run_is_not_shown_as_alive(word: str, tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+def test_a_killed_run_is_not_shown_as_alive(word: str, run: Path, capsys: Capsys) -> None:
     beat(run, 0, "train")  # a moment ago
     command = [sys.executable, "-c", HOLD, str(run), word]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -111,8 +113,7 @@ def test_a_killed_run_is_not_shown_as_alive(word: str, tmp_path: Path, capsys: C
     assert ("left" in out) == ("train: rank 0" in out) == (word == "release")
 
 
-def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+def test_the_end_of_a_run_is_said(run: Path, capsys: Capsys) -> None:
     beat(run, 0, "train")
     (run / "errors").mkdir()
     RunDir(run).first_failure.write_text("\nRewardError on rank 0: broken\n  more\n")
@@ -135,8 +136,7 @@ def test_an_early_end_is_said_and_ends_the_watch(tmp_path: Path, capsys: Capsys)
     assert "left" not in out and "train: rank 0" not in out
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+def test_files_that_cannot_be_read_are_named(run: Path, capsys: Capsys) -> None:
     beat(run, 0, "train")
     for number, content in enumerate(("[]", '{"rank": "one"}', "{"), 1):
         (run / "heartbeats" / f"rank_{number:05d}.json").write_text(content)
@@ -146,8 +146,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: Capsys) -> 
     assert "step 1/?" in out and "train: rank 0" in out
 
 
-def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+def test_it_follows_a_run_to_its_end(run: Path) -> None:
     command = [sys.executable, "-m", "r3.watch", str(run), "--every", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         RunDir(run).append_metrics({"step": 2, "reward/mean": 0.5})
