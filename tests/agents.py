@@ -4,14 +4,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
-from transformers import AutoTokenizer
 
-from r3 import assets
 from r3.config import EnvConfig
 from r3.envs import Model, Workflows, serve
 from r3.types import Prompt, Rollout
 from tests.rounds import numbered, play_round
 from tests.talkers import values
+from tests.tiny import tokenizer_with
 
 ASK = [*numbered(1).messages]
 CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
@@ -34,7 +33,7 @@ class Played:
 
         played = self
         self.value: Any = None
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+        self.tokenizer = tokenizer_with()
         names = ("max_turns", "on_error", "tool_parser", "reasoning_parser", "listen", "advertise")
         env = {name: options.pop(name) for name in names if name in options}
         workflows = Workflows(EnvConfig(**env), Served)

@@ -51,11 +51,9 @@ def shipped_rows_are_read_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The tokenizer of the embedded models."""
-    from transformers import AutoTokenizer
+    from tests.tiny import tokenizer_with
 
-    from r3 import assets
-
-    return AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    return tokenizer_with()
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.data import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
@@ -16,7 +13,7 @@ from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout import ConversationRules, ConversationSetup, Round, RoundResult
 from r3.types import Prompt
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tokenizer_with
 
 LIMIT_S = 300.0
 MAX_MODEL_LEN = 500
@@ -121,7 +118,7 @@ def play_command(
         args, settings: of the agent, and of `EnvConfig`.
     """
     env = EnvConfig(command=command, args=args, **{"timeout_s": 300.0, **settings})
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer = tokenizer_with()
     prompts = {index: replace(numbered(index), metadata=row) for index, row in enumerate(rows)}
 
     def answers(turn: Turn) -> str:

@@ -87,6 +87,15 @@ def tokenizer_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any
     return folder
 
 
+def tokenizer_with(template: str = "", folder: Path = assets.TINY_MOE, **options: Any) -> Any:
+    """The tokenizer of the embedded model, or of a folder, with another chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
 def base_model(folder: Path) -> Path:
     """The embedded model as a base model."""
     return tokenizer_folder(embedded(folder), **BASE)

@@ -1,19 +1,17 @@
 """Rows become prompts or are named; their order is a pure function of seed and step."""
 
-import copy
 import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.data import Columns, DataError, Dataset, load_prompts, turns
 from r3.types import Prompt
 from tests.rows import OPTIONS, write
-from tests.tiny import prompts_of_step
+from tests.tiny import prompts_of_step, tokenizer_with
 
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 
@@ -62,9 +60,8 @@ def test_rows_tokenised_together_get_the_tokens_of_each(tokenizer: Any, tmp_path
 
 
 def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    refusing = copy.deepcopy(tokenizer)
     refuses = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
-    refusing.chat_template = refuses + tokenizer.chat_template
+    refusing = tokenizer_with(refuses + tokenizer.chat_template)
     texts = ["a", "b", "no", "c", "d", "no", "e"]
     lines = [json.dumps({"question": text, "answer": ""}) for text in texts]
     with pytest.raises(DataError) as caught:
@@ -118,9 +115,8 @@ def test_a_source_without_rows_is_refused(tokenizer: Any, tmp_path: Path) -> Non
         load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
 
 
-def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
-    polite: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    polite.chat_template = "{{- 'Tom' if polite is defined }}" + polite.chat_template
+def test_template_kwargs_reach_the_chat_template(tokenizer: Any, tmp_path: Path) -> None:
+    polite = tokenizer_with("{{- 'Tom' if polite is defined }}" + tokenizer.chat_template)
     path = write(tmp_path, GOOD)
     plain, changed = (
         load_prompts(path, polite, **OPTIONS, template_kwargs=variables).prompts[0].tokens_T

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from r3 import assets, extras
 from r3.checks import problems, warnings
@@ -17,7 +16,7 @@ from r3.models.shape import ModelShape
 from r3.tools.planning.memory_plan import memory
 from r3.types import Prompt, Rollout
 from tests.rows import OPTIONS, write
-from tests.tiny import ALONE, tiny_config
+from tests.tiny import ALONE, tiny_config, tokenizer_with
 
 ANSWERS: dict[str, Any] = OPTIONS | {"columns": Columns(supervised=True)}
 CHATS = ANSWERS | {"columns": Columns(prompt="messages", answer="", supervised=True)}
@@ -41,12 +40,6 @@ REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~
 
 
 SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
-
-
-def changed(template: str = "") -> Any:
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return tokenizer
 
 
 def read(folder: Path, tokenizer: Any, options: dict[str, Any], row: dict[str, Any]) -> Prompt:
@@ -78,7 +71,7 @@ def test_every_assistant_message_is_a_span(tokenizer: Any, tmp_path: Path) -> No
 
 def test_the_end_token_is_learned_where_it_also_pads(tmp_path: Path) -> None:
     """Labels that leave out the padding token would leave out the end of every message."""
-    tokenizer = changed()
+    tokenizer = tokenizer_with()
     tokenizer.pad_token = tokenizer.eos_token
     row = read(tmp_path, tokenizer, CHATS, {"messages": CHAT})
     rollout = learned(row)
@@ -117,7 +110,7 @@ def test_rows_without_anything_to_learn_are_named(
 
 
 def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Path) -> None:
-    tokenizer = changed(REASONING)
+    tokenizer = tokenizer_with(REASONING)
     chat = [message for message in CHAT if message["role"] != "system"]
     row = read(tmp_path, tokenizer, CHATS, {"messages": chat})
     assert len(row.spans) == 2, "without reasoning in history nothing is dropped"
@@ -142,14 +135,14 @@ def test_templates_that_hide_spans_are_refused(
     template: str, expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=f"tokenizer: its chat template hides .*{expected}"):
-        read(tmp_path, changed(template), ANSWERS, {"question": "a", "answer": "b"})
+        read(tmp_path, tokenizer_with(template), ANSWERS, {"question": "a", "answer": "b"})
 
 
 def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -> None:
     """As Llama 2's, which puts a space in front of each text: pieces have other tokens."""
     from tokenizers.normalizers import Prepend
 
-    tokenizer = changed()
+    tokenizer = tokenizer_with()
     tokenizer.backend_tokenizer.normalizer = Prepend("x")
     with pytest.raises(DataError, match="other tokens than the whole"):
         read(tmp_path, tokenizer, ANSWERS, {"question": "a", "answer": "b"})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
@@ -23,7 +22,7 @@ from r3.user_code import load
 from tests.rounds import numbered, play_round
 from tests.settings import found_in_files
 from tests.talkers import values
-from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder
+from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder, tokenizer_with
 
 WORKFLOWS = '''
 import asyncio, random, time
@@ -192,7 +191,7 @@ class Play:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "mine.py"
         self.file.write_text(WORKFLOWS)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+        self.tokenizer = tokenizer_with()
         self.turns: list[Turn] = []
 
     def __call__(
@@ -239,7 +238,7 @@ def test_a_conversation_that_grows_is_one_sequence(
     is_base: bool, play: Play, tmp_path: Path
 ) -> None:
     if is_base:  # each message of the model ends with another token than the template's
-        play.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
+        play.tokenizer = tokenizer_with("", tokenizer_folder(tmp_path, **BASE))
     collected = play("Talks", samples=2)
     assert shape(collected) == [(0, 0, 3), (1, 0, 3)]
     rollout = collected.rollouts[0]
@@ -410,7 +409,7 @@ class Shows:
 
 
 def test_a_workflow_shows_what_its_instances_have(play: Play) -> None:
-    play.tokenizer = AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
+    play.tokenizer = tokenizer_with("", assets.TINY_MOE_TOOLS)
     play.file.write_text(SHOWS)
     assert rewards_of(play("Shows")) == [1.0]
     (turn,) = play.turns
