@@ -1,7 +1,8 @@
 """Quantised checkpoints: values are transformers' or the formula's, and exports are bfloat16."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def store(folder: Path, tensors: Tensors, settings: object) -> None:
     edit_json(folder / "config.json", quantization_config=settings)
 
 
+@contextmanager
+def opened(folder: Path, kind: str) -> Iterator[tuple[ModelShape, CheckpointReader]]:
+    """A checkpoint without faults, quantised in this way; "None" for one that is not."""
+    shape = ModelShape.read(folder)
+    assert str(shape.quantised) == kind and checkpoint_faults(folder, shape) == []
+    with CheckpointReader(folder) as reader:
+        reader.require(shape)
+        yield shape, reader
+
+
 def require_slices(reader: CheckpointReader, name: str, matrix: torch.Tensor) -> None:
     """The reader gives the matrix, and half of its rows and columns."""
     rows, columns = (n // 2 for n in matrix.shape)
@@ -53,15 +64,12 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
     for scales in (each for name, each in tensors.items() if name.endswith("_scales")):
         scales.copy_((torch.arange(scales.numel()) % 254 + 1).view(scales.shape))  # all exponents
     store(folder, tensors, MXFP4)
-    shape = ModelShape.read(folder)
-    assert str(shape.quantised) == "mxfp4" and checkpoint_faults(folder, shape) == []
     name = "model.layers.1.mlp.experts"
     both, down = (
         convert_moe_packed_tensors(*(tensors[f"{name}.{x}_{y}"] for y in ("blocks", "scales")))
         for x in ("gate_up_proj", "down_proj")
     )
-    with CheckpointReader(folder) as reader:
-        reader.require(shape)
+    with opened(folder, "mxfp4") as (shape, reader):
         for part, expected in ((0, both[5, :, 0::2]), (1, both[5, :, 1::2]), (2, down[5])):
             matrix = f"{name}.5.{('gate', 'up', 'down')[part]}_proj.weight"
             require_slices(reader, matrix, expected.t())
@@ -75,8 +83,8 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
     assert torch.equal(exported[f"{name}.down_proj"], down)
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
-    plain = ModelShape.read(out)
-    assert plain.quantised is None and checkpoint_faults(out, plain) == []
+    with opened(out, "None"):
+        pass
     store(out, exported, MXFP4)  # as tools leave it that dequantise
     (out / "model-00001.safetensors").unlink()
     (out / "model.safetensors.index.json").unlink()
@@ -112,11 +120,8 @@ def test_fp8_blocks_are_read_slice_by_slice(tmp_path: Path) -> None:
     sizes: dict[str, Any] = dict(hidden_size=192, moe_intermediate_size=264, num_hidden_layers=1)
     folder = family_checkpoint(tmp_path, "qwen3_moe", **sizes)
     tensors = in_fp8(folder)
-    shape = ModelShape.read(folder)
-    assert str(shape.quantised) == "fp8" and checkpoint_faults(folder, shape) == []
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
-    with CheckpointReader(folder) as reader:
-        reader.require(shape)
+    with opened(folder, "fp8") as (shape, reader):
         require_slices(reader, name, dequantised(tensors, name))
         norm = "model.norm.weight"
         assert torch.equal(reader.read(norm), tensors[norm])
@@ -128,16 +133,13 @@ def test_fp8_experts_in_one_tensor_have_the_blocks_of_the_whole(tmp_path: Path) 
     """Qwen3.5: gate and up of 200 rows share the second block of an expert's 400."""
     wrapped_checkpoint(tmp_path, stacked=True, hidden_size=160, moe_intermediate_size=200)
     tensors = in_fp8(tmp_path)
-    shape = ModelShape.read(tmp_path)
-    assert checkpoint_faults(tmp_path, shape) == []
     layer = "layers.2.mlp.experts."
     both, down = (
         dequantised(tensors, f"model.language_model.{layer}{part}")[5]
         for part in ("gate_up_proj", "down_proj")
     )
     gate, up = both.chunk(2)
-    with CheckpointReader(tmp_path) as reader:
-        reader.require(shape)
+    with opened(tmp_path, "fp8") as (shape, reader):
         for name, matrix in (("gate", gate), ("up", up), ("down", down)):
             require_slices(reader, f"model.{layer}5.{name}_proj.weight", matrix)
         assert reader.largest_read <= gate.numel(), "one expert's matrix at a time"
@@ -200,10 +202,7 @@ def test_int4_is_read_as_compressed_tensors_reads_it(
     save_file(tensors, folder / "model-00001-of-00002.safetensors")
     save_file(aside, folder / "model-00002-of-00002.safetensors")
     (folder / "model.safetensors").unlink()
-    shape = ModelShape.read(folder)
-    assert str(shape.quantised) == "int4" and checkpoint_faults(folder, shape) == []
-    with CheckpointReader(folder) as reader:
-        reader.require(shape)
+    with opened(folder, "int4") as (shape, reader):
         for name, matrix in exact.items():
             require_slices(reader, name, matrix)
         assert reader.largest_read <= width * -(-width // 8) * 4, "a matrix at a time"
@@ -330,9 +329,7 @@ def test_the_text_model_of_a_quantised_whole_is_read_with_its_factors(tmp_path: 
     """Qwen3.5 in FP8, whose names have another beginning."""
     wrapped_checkpoint(tmp_path, stacked=False)
     tensors = in_fp8(tmp_path)
-    shape = ModelShape.read(tmp_path)
     name = "layers.0.mlp.experts.0.down_proj.weight"
-    with CheckpointReader(tmp_path) as reader:
-        reader.require(shape)
+    with opened(tmp_path, "fp8") as (_, reader):
         expected = dequantised(tensors, f"model.language_model.{name}")
         assert torch.equal(reader.read(f"model.{name}"), expected)

@@ -15,25 +15,22 @@ from r3.engine import Sampled, Turn
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout import read_task
 from tests.settings import changed, found
-from tests.tiny import FEW_ROWS, responded, tiny_config
+from tests.tiny import FEW_ROWS, responded, tiny_config, tokenizer_with
 from tests.tiny import QUESTION as PROMPT
 
-
-@pytest.fixture(scope="module")
-def renderer(tokenizer: Any) -> Renderer:
-    return Renderer(tokenizer, {})
+TOKENIZER = tokenizer_with()
 
 
-def scorer_of(renderer: Renderer, *functions: str, **settings: Any) -> Scorer:
+def scorer_of(*functions: str, **settings: Any) -> Scorer:
     config = RewardConfig(function=functions or ("self_judge",), **settings)
-    return make_scorer(config, renderer=renderer)
+    return make_scorer(config, renderer=Renderer(TOKENIZER, {}))
 
 
-def reply_to(turn: Turn, tokenizer: Any, text: str) -> Sampled:
+def reply_to(turn: Turn, text: str) -> Sampled:
     """A reply that ends in "..." has run out of tokens."""
     return Sampled(
         key=turn.key,
-        tokens_T=tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"],
+        tokens_T=TOKENIZER(text.removesuffix("..."), add_special_tokens=False)["input_ids"],
         logprobs_T=[],
         routed_experts=None,
         first_row=turn.first_row,
@@ -42,7 +39,7 @@ def reply_to(turn: Turn, tokenizer: Any, text: str) -> Sampled:
 
 
 def judged(
-    scorer: Scorer, tokenizer: Any, replies: dict[str, str], *, max_model_len: int = 500
+    scorer: Scorer, replies: dict[str, str], *, max_model_len: int = 500
 ) -> tuple[dict[Any, RewardResult], dict[str, Turn]]:
     """Score the responses that have these replies; return results and turns by response."""
     judging = extras.questions(scorer.judge, max_model_len)
@@ -52,11 +49,11 @@ def judged(
     assert finished == 3
     asked = {}
     for turn in turns:
-        text = tokenizer.decode(turn.tokens_T)
+        text = TOKENIZER.decode(turn.tokens_T)
         response = next(each for each in replies if f"<{each}>" in text)
         asked[response] = turn
         reply = replies[response]
-        assert judging.takes(reply_to(turn, tokenizer, reply))
+        assert judging.takes(reply_to(turn, reply))
     return {each.key: each for each in scorer.poll()}, asked
 
 
@@ -67,14 +64,12 @@ def template(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_replies_become_scores_and_what_holds_none_has_the_set_value(
-    renderer: Renderer, tokenizer: Any, template: str
-) -> None:
+def test_replies_become_scores_and_what_holds_none_has_the_set_value(template: str) -> None:
     replies = {"good": '{"score": 0.75}', "last": '{"score": 1} no: {"score": 0.5}'}
     replies |= {"words": "it is right, 1 of 1", "thought": '<think>{"score": 1}', "mute": ""}
     replies |= {"endless": '{"score": NaN}', "cut": '{"score": 1}...'}
-    scorer = scorer_of(renderer, prompt_file=template, no_verdict=-0.25)
-    results, _ = judged(scorer, tokenizer, replies)
+    scorer = scorer_of(prompt_file=template, no_verdict=-0.25)
+    results, _ = judged(scorer, replies)
     rewards = {name: result.reward for name, result in results.items()}
     none = dict.fromkeys(("words", "thought", "endless", "cut", "mute"), -0.25)
     assert rewards == {"good": 0.75, "last": 0.5} | none
@@ -83,61 +78,57 @@ def test_replies_become_scores_and_what_holds_none_has_the_set_value(
         assert not result.failure
 
 
-def test_a_pattern_finds_the_score_and_a_cut_number_is_none(
-    renderer: Renderer, tokenizer: Any, template: str
-) -> None:
-    scorer = scorer_of(renderer, prompt_file=template, pattern=r"Score: (\d+)")
-    results, _ = judged(scorer, tokenizer, {"a": "Score: 7", "b": "Score: 1...", "c": "7"})
+def test_a_pattern_finds_the_score_and_a_cut_number_is_none(template: str) -> None:
+    scorer = scorer_of(prompt_file=template, pattern=r"Score: (\d+)")
+    results, _ = judged(scorer, {"a": "Score: 7", "b": "Score: 1...", "c": "7"})
     assert {name: result.reward for name, result in results.items()} == {"a": 7, "b": 0, "c": 0}
 
 
-def test_the_question_is_greedy_in_the_policys_chat_template(
-    renderer: Renderer, tokenizer: Any, template: str
-) -> None:
-    scorer = scorer_of(renderer, prompt_file=template, max_tokens=9)
-    results, turns = judged(scorer, tokenizer, {"r": ""})
+def test_the_question_is_greedy_in_the_policys_chat_template(template: str) -> None:
+    scorer = scorer_of(prompt_file=template, max_tokens=9)
+    results, turns = judged(scorer, {"r": ""})
     message = {"role": "user", "content": "3 + 4? #### 7 <r>"}
     options = {"add_generation_prompt": True, "return_dict": False}
-    expected = tokenizer.apply_chat_template([message], **options)
+    expected = TOKENIZER.apply_chat_template([message], **options)
     turn = turns["r"]
     assert list(turn.tokens_T) == expected and turn.max_tokens == 9 and turn.key < 0
     assert turn.sampling.temperature == 0.0 and turn.sampling.stop_tokens
     assert results["r"].metrics["reward/question_tokens_mean"] == len(expected)
 
 
-def test_a_question_without_room_has_no_verdict(renderer: Renderer, tokenizer: Any) -> None:
-    scorer = scorer_of(renderer, no_verdict=0.125)
-    results, turns = judged(scorer, tokenizer, {"r": ""}, max_model_len=20)
+def test_a_question_without_room_has_no_verdict() -> None:
+    scorer = scorer_of(no_verdict=0.125)
+    results, turns = judged(scorer, {"r": ""}, max_model_len=20)
     assert not turns and results["r"].reward == 0.125
     assert results["r"].metrics["reward/no_verdict_frac"] == 1.0
 
 
-def test_a_question_that_the_template_refuses_is_a_failure(renderer: Renderer) -> None:
-    scorer = scorer_of(renderer)
+def test_a_question_that_the_template_refuses_is_a_failure() -> None:
+    scorer = scorer_of()
     scorer.submit("r", responded("half a character: \ud800"), PROMPT)
     with pytest.raises(RewardError, match=r"refuses the judge's prompt.*half of a character"):
         scorer.poll()
 
 
-def test_a_round_does_not_wait_for_its_own_engine(renderer: Renderer) -> None:
+def test_a_round_does_not_wait_for_its_own_engine() -> None:
     """Results cannot come before the engine has the question: `poll` returns at once."""
-    with closing(scorer_of(renderer)) as scorer:
+    with closing(scorer_of()) as scorer:
         scorer.submit("r", responded("r"), PROMPT)
         began = time.monotonic()
         assert scorer.poll(60.0) == [] and scorer.outstanding == 1
         assert time.monotonic() - began < 30.0
 
 
-def test_it_is_part_of_a_sum_and_of_row(renderer: Renderer, tokenizer: Any, template: str) -> None:
+def test_it_is_part_of_a_sum_and_of_row(template: str) -> None:
     rows = {"row_functions": ("exact", "self_judge"), "weights": (2.0, 1.0)}
-    scorer = scorer_of(renderer, "row", "gsm8k", prompt_file=template, **rows)
+    scorer = scorer_of("row", "gsm8k", prompt_file=template, **rows)
     prompt = replace(PROMPT, metadata={"verifier": "self_judge"})
     judging = extras.questions(scorer.judge, 500)
     scorer.submit("r", responded("#### 7"), prompt)
     scorer.submit("other", responded("#### 7"), replace(prompt, metadata={"verifier": "exact"}))
     (turn,), _ = judging.with_questions([], 0)
-    judging.takes(reply_to(turn, tokenizer, '{"score": 0.5}'))
-    assert not judging.takes(replace(reply_to(turn, tokenizer, ""), key=0)), "of a conversation"
+    judging.takes(reply_to(turn, '{"score": 0.5}'))
+    assert not judging.takes(replace(reply_to(turn, ""), key=0)), "of a conversation"
     results = {each.key: each for each in scorer.poll()}
     assert results["r"].parts == {"row": 0.5, "gsm8k": 1.0, "row_self_judge": 0.5}
     assert (results["r"].reward, results["other"].reward) == (2.0, 3.0)

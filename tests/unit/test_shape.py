@@ -49,6 +49,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return {name: family_checkpoint(base / name, name) for name in FAMILIES}
 
 
+@pytest.fixture
+def hf(name: str, folders: Folders) -> dict[str, Any]:
+    """Keys of config.json of the family of a case."""
+    return dict(json.loads((folders[name] / "config.json").read_text()))
+
+
 def test_every_known_architecture_is_tried_here() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == {
         family.model_type for family in families.FAMILIES.values()
@@ -92,9 +98,8 @@ def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 @pytest.mark.parametrize("defaults", [False, True])
 def test_facts_of_config_json_match_transformers(
-    defaults: bool, name: str, folders: Folders, tmp_path: Path
+    defaults: bool, name: str, hf: dict[str, Any], tmp_path: Path
 ) -> None:
-    hf = json.loads((folders[name] / "config.json").read_text())
     if defaults:
         del hf["rope_parameters"]["rope_theta"], hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -193,8 +198,7 @@ def test_states_take_what_vllm_allocates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moonlight", "glm-4.5-air", "glm-4.7-flash"])
-def test_multi_token_prediction_layers_are_left_out(name: str, folders: Folders) -> None:
-    hf = json.loads((folders[name] / "config.json").read_text())
+def test_multi_token_prediction_layers_are_left_out(hf: dict[str, Any]) -> None:
     hf.pop("num_mtp_layers", None)
     without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
     assert with_one.num_mtp_layers == 1
@@ -225,9 +229,8 @@ def test_prediction_layers_that_config_json_does_not_count_are_left_out(folders:
     ],
 )
 def test_the_config_of_an_export_counts_no_prediction_layers(
-    name: str, key: str, folders: Folders, tmp_path: Path
+    key: str, hf: dict[str, Any], tmp_path: Path
 ) -> None:
-    hf = json.loads((folders[name] / "config.json").read_text())
     hf = {other: value for other, value in hf.items() if "mtp" not in other} | {key: 1}
     assert ModelShape.from_hf(hf).num_mtp_layers == 1
     small = {"config.json": json.dumps(hf).encode()}
@@ -327,9 +330,8 @@ def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: Folders) -> None:
 
 @pytest.mark.parametrize(("name", "keys", "rule"), table("refused_keys"))
 def test_what_is_not_supported_is_refused_by_its_key(
-    name: str, keys: str, rule: str, folders: Folders
+    name: str, keys: str, rule: str, hf: dict[str, Any]
 ) -> None:
-    hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
         ModelShape.from_hf(hf | json.loads(keys))
 
@@ -453,9 +455,8 @@ OLD = ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_
     ],
 )
 def test_keys_of_published_and_old_files_mean_the_same(
-    name: str, changes: dict[str, Any], absent: tuple[str, ...], folders: Folders
+    changes: dict[str, Any], absent: tuple[str, ...], hf: dict[str, Any]
 ) -> None:
-    hf = json.loads((folders[name] / "config.json").read_text())
     hf |= {"num_key_value_heads": 8} if absent else {}
     other = {key: value for key, value in (hf | changes).items() if key not in absent}
     assert ModelShape.from_hf(other) == ModelShape.from_hf(hf)
