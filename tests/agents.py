@@ -14,7 +14,8 @@ from tests.tiny import tokenizer_with
 
 ASK = [*numbered(1).messages]
 CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
 PROMPT = numbered(1)
 
 Agent = Callable[[Any], Awaitable[Any]]

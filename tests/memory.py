@@ -40,8 +40,12 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def resident_bytes(storage: torch.UntypedStorage) -> int:
     """Bytes of the pages of a storage that are in memory."""
-    first = storage.data_ptr() // mmap.PAGESIZE
-    last = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE)
+    return bytes_in_memory(storage.data_ptr(), storage.nbytes())
+
+
+def bytes_in_memory(address: int, size: int) -> int:
+    """Bytes of the pages of some memory that are there."""
+    first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         pages.seek(8 * first)
         entries = np.frombuffer(pages.read(8 * (last - first)), dtype=np.uint64)

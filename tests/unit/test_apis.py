@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.agents import CALL, PROMPT, Played, address_of, chat, play, post
+from tests.agents import CALL, NUMBER, PROMPT, TOOLS, Played, address_of, chat, play, post
 from tests.errors import Patch
 
 anthropic = pytest.importorskip("anthropic")
 
 RULES, QUESTION = "Be short.", str(PROMPT.messages[0]["content"])
-SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 APIS = ["chat", "messages", "responses"]
-FUNCTION = {"name": "calc", "parameters": SCHEMA}
+FUNCTION: dict[str, Any] = {"name": "calc", "parameters": NUMBER}
 
 
 def claude(client: Any) -> Any:
@@ -45,8 +44,7 @@ class Talk:
 
     async def _chat(self) -> Any:
         messages = [{"role": "system", "content": RULES}, *self.said]
-        tools = [{"type": "function", "function": FUNCTION}]
-        reply = await chat(self.client, messages, tools=tools, stream=self.stream)
+        reply = await chat(self.client, messages, tools=TOOLS, stream=self.stream)
         if self.stream:
             parts = [part.choices[0] async for part in reply]
             message, ending = parts[0].delta, parts[1].finish_reason
@@ -59,7 +57,7 @@ class Talk:
 
     async def _messages(self) -> Any:
         given: dict[str, Any] = {"model": "policy", "system": RULES, "max_tokens": 300}
-        given |= {"messages": self.said, "tools": [{"name": "calc", "input_schema": SCHEMA}]}
+        given |= {"messages": self.said, "tools": [{"name": "calc", "input_schema": NUMBER}]}
         async with claude(self.client) as client:
             if self.stream:
                 async with client.messages.stream(**given) as events:

@@ -40,19 +40,6 @@ def model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@torch.no_grad()
-def respond(model: Any, tokenizer: Any, rows: list[Row], **how: Any) -> list[list[int]]:
-    """Response tokens, without what follows the end token."""
-    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**inputs, max_new_tokens=40, **how)[
-        :, inputs["input_ids"].shape[1] :
-    ].tolist()
-    return [ids[: ids.index(2) + 1] if 2 in ids else ids for ids in output]
-
-
 def is_right(text: str, row: Row) -> bool:
     return re.findall(r"#### (\d+)", text)[-1:] == [final_answer(row)]
 
@@ -166,10 +153,9 @@ def test_greedy_answers_come_at_once_and_are_mostly_wrong(path: Path, tokenizer:
     on 256 questions, and 64 of them add a standard error of 0.06.
     """
     rows = read(WORD_PROBLEMS_EVAL)[:64]
-    responses = respond(model(path), tokenizer, rows, do_sample=False)
-    assert sum(map(len, responses)) / len(rows) < 5  # `#### n` and the end token are four
-    right = sum(map(is_right, map(tokenizer.decode, responses), rows))
-    assert 0.10 <= right / len(rows) <= 0.50
+    texts = make_tiny_model.answers(model(path), tokenizer, rows, sampled=False)
+    assert sum(map(len, tokenizer(texts)["input_ids"])) / len(rows) < 4  # `#### n` has three
+    assert 0.10 <= sum(map(is_right, texts, rows)) / len(rows) <= 0.50
 
 
 @SINGLE_TURN
@@ -182,8 +168,7 @@ def test_sampled_answers_with_steps_are_mostly_right(path: Path, tokenizer: Any)
     """
     rows = read(WORD_PROBLEMS_EVAL)
     torch.manual_seed(0)
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    texts = map(tokenizer.decode, respond(model(path), tokenizer, rows, **how))
+    texts = make_tiny_model.answers(model(path), tokenizer, rows, sampled=True)
     worked = [(text, row) for text, row in zip(texts, rows, strict=True) if "=" in text]
     assert 0.15 <= len(worked) / len(rows) <= 0.31
     assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.84

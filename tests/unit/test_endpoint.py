@@ -82,8 +82,6 @@ def test_a_changed_tool_call_begins_a_sequence() -> None:
     assert len(play(agent, CALL).rollouts) == 2
 
 
-NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
-NUMBERS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
 OTHER_CALLS = {
     "hermes": CALL,
     "qwen3_coder": "I add.\n<tool_call>\n<function=calc>\n<parameter=x>\n1\n</parameter>\n"
@@ -96,11 +94,11 @@ OTHER_CALLS = {
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_a_named_tool_parser_is_that_of_vllm(name: str) -> None:
     async def agent(client: Any) -> Any:
-        message = (await chat(client, tools=NUMBERS)).choices[0].message
+        message = (await chat(client, tools=TOOLS)).choices[0].message
         (call,) = message.tool_calls
         replies = [{"role": "tool", "tool_call_id": call.id, "content": "2"}]
         messages = [*ASK, message.model_dump(exclude_none=True), *replies]
-        stream = await chat(client, messages, tools=NUMBERS, stream=True)
+        stream = await chat(client, messages, tools=TOOLS, stream=True)
         first = await anext(aiter(stream))
         return message, first.choices[0].delta
 
