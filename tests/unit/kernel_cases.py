@@ -7,7 +7,7 @@ python -m tests.unit.kernel_cases cuda                    compiled, on a GPU
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -16,18 +16,25 @@ import torch
 from r3.backends import expert_kernels
 from r3.layers import kernels
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(11, 24, 40, 5, 3), (1, 7, 9, 1, 1), (5, 1030, 1500, 3, 8), (0, 8, 16, 4, 2)]
 
 
-def inputs(size: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, tuple[Any, ...]]:
-    """Arguments by kernel. Some places stand for no row."""
-    slots, width, hidden, tokens, topk = size
+def drawing(dtype: torch.dtype, device: str) -> tuple[torch.Generator, Callable[..., torch.Tensor]]:
+    """A generator, and what draws tensors from it."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(kind).to(device)
 
+    return generator, draw
+
+
+def inputs(size: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, tuple[Any, ...]]:
+    """Arguments by kernel. Some places stand for no row."""
+    slots, width, hidden, tokens, topk = size
+    generator, draw = drawing(dtype, device)
     both, gates = draw(slots, 2 * width), draw(slots, kind=torch.float32)
     places = torch.randint(0, slots + 2, (tokens, topk), generator=generator).to(device)
     return {
@@ -78,17 +85,16 @@ def compare(device: str) -> Iterator[dict[str, Any]]:
     """Errors of every kernel, size and type."""
     from r3.backends.cuda import triton_kernels
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for size in SIZES:
-            for name, arguments in inputs(size, dtype, device).items():
-                exact = expected(name, arguments, device)
-                yield {
-                    "kernel": name,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "size": size,
-                    "errors": errors(results(triton_kernels, name, arguments), exact),
-                    "wrong": errors(results(triton_kernels, name, wrong(name, arguments)), exact),
-                }
+    for kind, size in product(DTYPES, SIZES):
+        for name, arguments in inputs(size, DTYPES[kind], device).items():
+            exact = expected(name, arguments, device)
+            yield {
+                "kernel": name,
+                "dtype": kind,
+                "size": size,
+                "errors": errors(results(triton_kernels, name, arguments), exact),
+                "wrong": errors(results(triton_kernels, name, wrong(name, arguments)), exact),
+            }
 
 
 # Tokens, rows of the output weight, and how many of them are no padding: one block and several.
@@ -100,60 +106,51 @@ def output_layer(device: str) -> Iterator[dict[str, Any]]:
     """Errors of the output layer's sums and gradients against float64, by kernel and by torch."""
     from r3.backends.cuda import triton_kernels
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for count, width, columns in LOGITS:
-            generator = torch.Generator().manual_seed(0)
-            values_NV = torch.randn(count, width, generator=generator) * 4
-            # The largest moves from block to block, and its exponential alone would overflow.
-            values_NV = (values_NV + torch.linspace(90, 110, width)).to(dtype).to(device)
-            index = torch.randint(width, (count,), generator=generator).to(device)
-            rows = torch.randn(4, count, generator=generator, dtype=torch.float64).to(device)
-            top, total, *_ = kernels.logit_sums(values_NV.double(), index, columns, SCALE)
-            # Other ranks have values_NV too, so that none of the largest is padding.
-            numbers = [top.clamp_min(100.0), total, *rows]
-            cases: dict[str, tuple[Any, ...]] = {
-                "sums": (),
-                "gradient": (*numbers[:4], None, None, False),
-                "gradient with entropy": (*numbers, False),
-                "gradient in halves": (*numbers, True),
+    for kind, (count, width, columns) in product(DTYPES, LOGITS):
+        generator = torch.Generator().manual_seed(0)
+        values_NV = torch.randn(count, width, generator=generator) * 4
+        # The largest moves from block to block, and its exponential alone would overflow.
+        values_NV = (values_NV + torch.linspace(90, 110, width)).to(DTYPES[kind]).to(device)
+        index = torch.randint(width, (count,), generator=generator).to(device)
+        rows = torch.randn(4, count, generator=generator, dtype=torch.float64).to(device)
+        top, total, *_ = kernels.logit_sums(values_NV.double(), index, columns, SCALE)
+        # Other ranks have values_NV too, so that none of the largest is padding.
+        numbers = [top.clamp_min(100.0), total, *rows]
+        cases: dict[str, tuple[Any, ...]] = {
+            "sums": (),
+            "gradient": (*numbers[:4], None, None, False),
+            "gradient with entropy": (*numbers, False),
+            "gradient in halves": (*numbers, True),
+        }
+        for name, more in cases.items():
+            given, mistaken = (
+                (values_NV, at, columns, more) for at in (index, (index + 1) % width)
+            )
+            exact, wide = _computed(kernels, torch.float64, *given), torch.float32
+            yield {
+                "case": name,
+                "dtype": kind,
+                "size": (count, width, columns),
+                "error": _relative(_computed(triton_kernels, wide, *given), exact),
+                "plain": _relative(_computed(kernels, wide, *given), exact),
+                "wrong": _relative(_computed(triton_kernels, wide, *mistaken), exact),
             }
-            for name, more in cases.items():
-                exact = _computed(kernels, torch.float64, values_NV, index, columns, more)
-                given, wide = (values_NV, index, columns, more), torch.float32
-                elsewhere = (index + 1) % width
-                yield {
-                    "case": name,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "size": (count, width, columns),
-                    "error": _relative(_computed(triton_kernels, wide, *given), exact),
-                    "plain": _relative(_computed(kernels, wide, *given), exact),
-                    "wrong": _relative(
-                        _computed(triton_kernels, wide, values_NV, elsewhere, columns, more), exact
-                    ),
-                }
 
 
-def _computed(
-    module: Any,
-    kind: torch.dtype,
-    values_NV: torch.Tensor,
-    index: torch.Tensor,
-    columns: int,
-    more: tuple[Any, ...],
-) -> torch.Tensor:
+def _computed(module: Any, kind: torch.dtype, *given: Any) -> torch.Tensor:
     """Sums, or the gradient if there is `more`, from numbers per token of one type.
 
     With float64, logits are float64 too, and nothing is divided into halves.
     """
+    values_NV, index, columns, more = given
     exact = kind == torch.float64
     given_NV = values_NV.to(kind) if exact else values_NV.clone()
     if not more:
         sums: torch.Tensor = module.logit_sums(given_NV, index, columns, SCALE)
         return sums.double()
     *numbers, halves = [one.to(kind) if torch.is_tensor(one) else one for one in more]
-    result = module.logit_gradient(
-        given_NV, index, columns, SCALE, *numbers, bool(halves and not exact)
-    )
+    in_halves = bool(halves and not exact)
+    result = module.logit_gradient(given_NV, index, columns, SCALE, *numbers, in_halves)
     return result.double().view(-1, *values_NV.shape).sum(0)
 
 
@@ -172,40 +169,35 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
     from r3.backends.cuda import triton_kernels
 
     triton_kernels._PARTIAL_SUMS = 2
-    for dtype in (torch.float32, torch.bfloat16):
-        for count, width, heads in ROWS:
-            generator = torch.Generator().manual_seed(0)
-
-            def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-                return torch.randn(*shape, generator=generator).to(kind).to(device)  # noqa: B023
-
-            x, gradient, weight = draw(count, width), draw(count, width), draw(width)
-            x *= torch.linspace(0.01, 30.0, max(count, 1))[:count, None].to(x)
-            scale = kernels.norm(x.float(), weight.float(), 1e-3)[1]
-            angles = draw(count, 1, width // 2)
-            sin_and_cos = angles.cos(), angles.sin()
-            turned = width // 4 * 2
-            cases: dict[str, tuple[Any, ...]] = {
-                "norm": (x, weight, 1e-3),
-                "norm_backward": (x, weight, scale, gradient),
-                "turn": (
-                    draw(count, heads, width),
-                    *(torch.cat([one, one], -1)[..., :turned].clone() for one in sin_and_cos),
-                    1 if width > 100 else -1,
-                ),
+    for kind, (count, width, heads) in product(DTYPES, ROWS):
+        _, draw = drawing(DTYPES[kind], device)
+        x, gradient, weight = draw(count, width), draw(count, width), draw(width)
+        x *= torch.linspace(0.01, 30.0, max(count, 1))[:count, None].to(x)
+        scale = kernels.norm(x.float(), weight.float(), 1e-3)[1]
+        angles = draw(count, 1, width // 2)
+        sin_and_cos = angles.cos(), angles.sin()
+        turned = width // 4 * 2
+        cases: dict[str, tuple[Any, ...]] = {
+            "norm": (x, weight, 1e-3),
+            "norm_backward": (x, weight, scale, gradient),
+            "turn": (
+                draw(count, heads, width),
+                *(torch.cat([one, one], -1)[..., :turned].clone() for one in sin_and_cos),
+                1 if width > 100 else -1,
+            ),
+        }
+        for name, given in cases.items():
+            exact = results(kernels, name, tuple(map(_as_float64, given)))
+            first, second, *more = given
+            mistaken = (first, second * 1.5, *more)
+            yield {
+                "kernel": name,
+                "dtype": kind,
+                "size": (count, width, heads),
+                "errors": _errors(results(triton_kernels, name, given), exact),
+                "plain": _errors(results(kernels, name, given), exact),
+                "wrong": _errors(results(triton_kernels, name, mistaken), exact),
             }
-            for name, given in cases.items():
-                exact = results(kernels, name, tuple(map(_as_float64, given)))
-                first, second, *more = given
-                mistaken = (first, second * 1.5, *more)
-                yield {
-                    "kernel": name,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "size": (count, width, heads),
-                    "errors": _errors(results(triton_kernels, name, given), exact),
-                    "plain": _errors(results(kernels, name, given), exact),
-                    "wrong": _errors(results(triton_kernels, name, mistaken), exact),
-                }
 
 
 def _as_float64(one: Any) -> Any:
