@@ -5,10 +5,9 @@ from typing import Any
 
 import openai
 
-from r3.config import EnvConfig
 from r3.envs import Model, Workflows, serve
 from r3.types import Prompt, Rollout
-from tests.rounds import numbered, play_round
+from tests.rounds import env_of, numbered, play_round
 from tests.talkers import values
 from tests.tiny import tokenizer_with
 
@@ -35,9 +34,7 @@ class Played:
         played = self
         self.value: Any = None
         self.tokenizer = tokenizer_with()
-        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser", "listen", "advertise")
-        env = {name: options.pop(name) for name in names if name in options}
-        workflows = Workflows(EnvConfig(**env), Served)
+        workflows = Workflows(env_of(options), Served)
         options["says"] = lambda turn: says(self.tokenizer.decode(turn.tokens_T))
         collected, self.turns = play_round(workflows, self.tokenizer, {0: PROMPT}, **options)
         self.rollouts: list[Rollout] = collected.rollouts

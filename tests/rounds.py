@@ -25,6 +25,12 @@ def numbered(number: int) -> Prompt:
     return Prompt(id=f"rows:{number}", messages=messages, tokens_T=(3, 4, 5), answer=str(number))
 
 
+def env_of(options: dict[str, Any], **more: Any) -> EnvConfig:
+    """Take the settings of an environment out of options. What stays are those of `play_round`."""
+    names = EnvConfig.__dataclass_fields__.keys() & options.keys()
+    return EnvConfig(**more, **{name: options.pop(name) for name in names})
+
+
 def play_round(
     environments: Workflows | ConversationSetup,
     tokenizer: Any,

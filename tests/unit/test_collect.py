@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from r3.rollout import (
     without_end,
 )
 from tests.errors import Capsys
-from tests.rounds import numbered, play_round
+from tests.rounds import env_of, numbered, play_round
 from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
@@ -145,9 +145,7 @@ class Script:
         **options: Any,
     ) -> RoundResult:
         """Play one round; `asked` are fields of the prompts, `options` of env and the round."""
-        names = {field.name for field in fields(EnvConfig)} & options.keys()
-        env = {name: options.pop(name) for name in names}
-        settings = EnvConfig(path=f"{self.file}:{environment}", **env)
+        settings = env_of(options, path=f"{self.file}:{environment}")
         numbers = range(prompts) if isinstance(prompts, int) else prompts
         began, first = time.monotonic(), []
 

@@ -121,7 +121,7 @@ def test_what_would_not_reach_the_model_is_refused(
     assert cause in refusal(name, tmp_path, messages)
 
 
-def test_a_system_prompt_that_a_template_drops_is_refused(tmp_path: Path) -> None:
+def test_a_system_prompt_that_a_template_drops_is_refused() -> None:
     system = {"role": "system", "content": "Be brief."}
     tokenizer = tokenizer_of("smollm2")
     tokenizer.chat_template = tokenizer.chat_template.replace(

@@ -13,7 +13,7 @@ from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult
 from r3.user_code import Done
 from tests.environments import answered, opened, prompt, said
 from tests.errors import Patch
-from tests.rounds import numbered, play_round
+from tests.rounds import env_of, numbered, play_round
 from tests.talkers import values
 
 CLOSING = """
@@ -237,17 +237,12 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(
     (tmp_path / "ended").touch()
     own: dict[str, Any] = {"path": f"{tmp_path}/trouble.py:Trouble", "workers": 3, "timeout_s": 5.0}
     own |= settings
-    is_kept = own.pop("keep_failed", False)
     args = tuple(f"{name}={row}" for name, row in zip(("crash", "hang", "slow"), rows, strict=True))
-    env = EnvConfig(args=args, **own)
 
     def play() -> RoundResult:
-        setup = ConversationSetup.of(env, tokenizer, "tiny")
+        setup = ConversationSetup.of(env_of(own, args=args), tokenizer, "tiny")
         prompts = {number: numbered(number) for number in range(64)}
-        try:
-            return play_round(setup, tokenizer, prompts, keep_failed=is_kept)[0]
-        finally:
-            setup.environments.close()  # what hangs would go on in tests that follow
+        return play_round(setup, tokenizer, prompts, **own)[0]
 
     def logged(word: str) -> list[int]:
         return list(map(int, (tmp_path / word).read_text().split()))

@@ -1,6 +1,5 @@
 """Workflows without an engine: the test writes what the model says."""
 
-import inspect
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from r3.rollout import ConversationSetup, EnvironmentFailed, RoundResult, is_cut
 from r3.tools import limit_notes
 from r3.types import Prompt, Rollout
 from r3.user_code import load
-from tests.rounds import numbered, play_round
+from tests.rounds import env_of, numbered, play_round
 from tests.settings import found_in_files
 from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tokenizer_folder, tokenizer_with
@@ -198,9 +197,7 @@ class Play:
         self, workflow: str, *, prompts: int = 1, says: str = "hello", **options: Any
     ) -> RoundResult:
         """Play one round; `options` are those of `play_round`, or settings of `env`."""
-        of_round = inspect.signature(play_round).parameters.keys() & options.keys()
-        env = {name: options[name] for name in options.keys() - of_round}
-        settings = EnvConfig(path=f"{self.file}:{workflow}", **env)
+        settings = env_of(options, path=f"{self.file}:{workflow}")
 
         def answer(turn: Turn) -> str:
             self.turns.append(turn)
@@ -211,7 +208,7 @@ class Play:
             self.tokenizer,
             {number: numbered(number) for number in range(prompts)},
             says=answer,
-            **{name: options[name] for name in of_round},
+            **options,
         )
         return collected
 
