@@ -1,6 +1,9 @@
-"""What users' code changes for the whole process is set back, and the person hears who did it."""
+"""What users' code changes for the whole process is set back, and the person hears who did it; the
+limit of open files is raised.
+"""
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -128,3 +131,13 @@ say("done")
 def test_functions_that_catch_stdout_in_threads_lose_nothing_of_ours() -> None:
     done = program(sys.executable, "-c", _REDIRECTS)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+@pytest.mark.parametrize(("command", "expected"), [("ulimit -Sn 64", None), ("ulimit -n 64", 64)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(
+    command: str, expected: int | None
+) -> None:
+    text = "from r3.tools.beside.machine import raise_file_limit; print(raise_file_limit())"
+    done = program("bash", "-c", f'{command}; exec "$0" -c "$1"', sys.executable, text)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(done.stdout) == (expected or min(hard, 1 << 16)), done.stderr

@@ -1,23 +1,13 @@
 """What the moves of the device's memory measure and say."""
 
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from r3.metrics import Max
 from r3.runtime.device import Device
 from r3.sync import Residency, State
-from tests.errors import Capsys
-
-
-class Fragmented(Device):
-    """A device on which the next measurements of fragments are known."""
-
-    def fragmented_gib(self) -> float:
-        return NEXT.pop(0)
-
-
-NEXT: list[float] = []
+from tests.errors import Capsys, Patch
+from tests.memory import CPU
 
 
 class Side:
@@ -29,16 +19,16 @@ class Side:
         return lambda *_: None
 
 
-def test_fragments_are_measured_after_each_offload_and_reported_once(capsys: Capsys) -> None:
-    here: dict[str, Any] = dict(rank=3, local_rank=0, world_size=1, host="here")
-    device = Fragmented(torch=torch.device("cpu"), is_cuda=False, **here)
-    engine: Any = Side()
-    policy: Any = Side()
-    residency = Residency(engine, policy, device)
+def test_fragments_are_measured_after_each_offload_and_reported_once(
+    monkeypatch: Patch, capsys: Capsys
+) -> None:
+    side: Any = Side()
+    residency = Residency(side, side, replace(CPU, rank=3))
     assert "memory/fragmented_gib" not in residency.metrics()  # nothing was offloaded yet
-    NEXT[:] = [0.4, 1.5, 11.0]
-    errors = []
-    for gib in list(NEXT):
+    known, errors = (0.4, 1.5, 11.0), []
+    measured = iter(known)
+    monkeypatch.setattr(Device, "fragmented_gib", lambda _: next(measured))
+    for gib in known:
         for state in (State.SYNC, State.GENERATE, State.TRAIN):
             residency.move(state)
         assert residency.metrics()["memory/fragmented_gib"] == Max(gib)
