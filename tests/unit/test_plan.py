@@ -25,6 +25,10 @@ BIG = PRESETS["qwen3-moe-30b-a3b"]()
 BIG_SHAPE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
 DENSE_SHAPE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
 GIB = 2**30
+# 4 layers of 8 experts with three 128 x 64 matrices; an eighth of the experts, and all the rest.
+TINY_EXPERTS = 4 * 8 * 3 * 128 * 64
+BIG_EXPERTS = BIG_SHAPE.num_expert_params / 8
+BIG_OTHERS = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params
 describe = dry_run().describe
 host_problems, memory_problems = planner().host_problems, planner().memory_problems
 plan_for, verdict = planner().plan_for, planner().verdict
@@ -40,15 +44,13 @@ def test_route_bytes() -> None:
 
 def test_experts_are_sharded_and_the_rest_is_not() -> None:
     others, experts = plan.params_per_rank(TINY, TINY_SHAPE)
-    # 4 layers of 8 experts with three 128 x 64 matrices, half of them on a rank of two.
-    assert experts == 4 * 8 * 3 * 128 * 64 // 2
-    assert others == TINY_SHAPE.num_params - 4 * 8 * 3 * 128 * 64
+    assert experts == TINY_EXPERTS // 2  # on a rank of two
+    assert others == TINY_SHAPE.num_params - TINY_EXPERTS
 
 
 def test_memory_of_tiny_by_hand() -> None:
-    experts = 4 * 8 * 3 * 128 * 64
-    others = 1_119_616 - experts
-    held = others + experts // 2
+    others = 1_119_616 - TINY_EXPERTS
+    held = others + TINY_EXPERTS // 2
     phases = plan.memory(TINY, TINY_SHAPE, 2)
     # Context and graphs, and two communicators: of all ranks, which are those of data parallelism,
     # and of the experts.
@@ -64,7 +66,7 @@ def test_memory_of_tiny_by_hand() -> None:
     assert (train["policy weights"], train["gradients"]) == (held * 4, held * 4)
     # Two float32 moments: the others' over both ranks, the experts' not again, for no other rank
     # holds them.
-    assert train["optimizer"] == (others / 2 + experts / 2) * 8
+    assert train["optimizer"] == (others / 2 + TINY_EXPERTS / 2) * 8
     assert "engine weights" not in train
 
 
@@ -108,29 +110,26 @@ def test_output_layer_by_hand() -> None:
 
 
 def test_bfloat16_keeps_a_float32_copy_and_the_optimizer_is_sharded() -> None:
-    experts = BIG_SHAPE.num_expert_params / 8
-    others = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params
-    assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["optimizer"] == (others / 8 + experts) * 12
-    assert plan.memory(BIG, BIG_SHAPE, 16)["TRAIN"]["optimizer"] == (others / 16 + experts / 2) * 12
+    eight, sixteen = (plan.memory(BIG, BIG_SHAPE, n)["TRAIN"]["optimizer"] for n in (8, 16))
+    assert eight == (BIG_OTHERS / 8 + BIG_EXPERTS) * 12
+    assert sixteen == (BIG_OTHERS / 16 + BIG_EXPERTS / 2) * 12
 
 
 def test_optimizer_step_and_checkpoint_by_hand() -> None:
     phases = plan.memory(BIG, BIG_SHAPE, 8)
     # An eighth of all that is not an expert is less than the embedding.
-    others = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params
-    assert phases["OPTIMIZER"]["clipping"] == others / 8 * 4
+    assert phases["OPTIMIZER"]["clipping"] == BIG_OTHERS / 8 * 4
     # On one pipeline stage of 8, 128 experts of a layer, gate and up in one tensor.
     stage = with_values(BIG, {"parallel.pp": 8, "parallel.ep": 1})
     clipping = plan.memory(stage, BIG_SHAPE, 8)["OPTIMIZER"]["clipping"]
     assert clipping == 128 * 2 * 768 * 2048 * 4
     assert "activations" not in phases["OPTIMIZER"]
-    experts = BIG_SHAPE.num_expert_params / 8
     # Pieces of 16 million values, and the rank's own part of them.
     assert phases["SAVE"]["gathered state"] == 4 * 2 * PIECE
     host = plan.host_memory(BIG, BIG_SHAPE, 8)
     assert host["optimizer"] == phases["TRAIN"]["optimizer"]
     # The gathered state in float32, and a copy of the weights in bfloat16.
-    assert host["checkpoint"] == (12 + 2) * (experts + others)
+    assert host["checkpoint"] == (12 + 2) * (BIG_EXPERTS + BIG_OTHERS)
     assert host["rollouts"] == 256 * 4608 * (24 + 384)
     masked = with_values(BIG, {"rollout.top_k": 512, "parallel.cp": 2})
     assert plan.host_memory(masked, BIG_SHAPE, 8)["rollouts"] == 512 * 4608 * (24 + 384 + 4 * 512)
@@ -408,8 +407,7 @@ def test_the_check_refuses_what_cannot_fit_the_host() -> None:
 def test_a_run_without_gpus_is_refused_where_its_weights_alone_do_not_fit() -> None:
     # 4 bytes of policy and 4 of gradient per parameter of the rank; of all parameters, half of the
     # two moments, and the engine's 4 bytes.
-    experts = 4 * 8 * 3 * 128 * 64
-    held = 1_119_616 - experts // 2
+    held = 1_119_616 - TINY_EXPERTS // 2
     needs = 2 * (8 * held + 8 * 1_119_616 / 2 + 4 * 1_119_616) / GIB
     assert host_problems(TINY, TINY_SHAPE, 2, 1.01 * needs, ranks=2, on_gpu=False) == ([], [])
     (problem,), _ = host_problems(TINY, TINY_SHAPE, 2, 0.99 * needs, ranks=2, on_gpu=False)
@@ -429,7 +427,6 @@ def test_devices_are_named_or_measured() -> None:
 def test_operations_per_token_by_hand() -> None:
     """What `benchmarks/gpu.py` divides by a device's peak."""
     # Of 30.5 B parameters: attention, norms, routers, output layer, and 8 of 128 experts.
-    others = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params - 151_936 * 2048
-    active = others + BIG_SHAPE.num_expert_params / 16
+    active = BIG_OTHERS - 151_936 * 2048 + BIG_SHAPE.num_expert_params / 16
     assert active_params(BIG_SHAPE) == active
     assert forward_flops(BIG_SHAPE, 4608) == 2 * active + 2 * 4608 * 32 * 128 * 48

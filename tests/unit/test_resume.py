@@ -52,6 +52,10 @@ class Place:
 
     root: Path
 
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.root / "run")
+
     def start(
         self, *allowed: str, writes: bool = True, only: bool = False, **sections: dict[str, Any]
     ) -> Opened:
@@ -69,13 +73,12 @@ class Place:
         with_task = read_task(config)
         digests = partial(digests_of, config, with_task, read_small_files(config.model.path))
         with closing(with_task):
-            return started(RunDir(self.root / "run"), config, writes=writes, digests=digests)
+            return started(self.run, config, writes=writes, digests=digests)
 
     def save(self, step: int) -> None:
         """A checkpoint, as far as `open_run` looks at it."""
-        run_dir = RunDir(self.root / "run")
-        run_dir.checkpoint(step).mkdir(parents=True)
-        run_dir.metrics.write_text("".join(f'{{"step": {i}}}\n' for i in range(1, step + 1)))
+        self.run.checkpoint(step).mkdir(parents=True)
+        self.run.metrics.write_text("".join(f'{{"step": {i}}}\n' for i in range(1, step + 1)))
 
 
 @pytest.fixture
@@ -314,7 +317,7 @@ STATE_OF_THE_VERSION_BEFORE = """{"run_id": "0123456789abcdef", "key": "KEY", "l
 
 
 def test_a_folder_of_the_version_before_resumes(place: Place) -> None:
-    run = place.root / "run"
+    run = place.run.path
     (run / "run.json").write_text(STATE_OF_THE_VERSION_BEFORE.replace("KEY", "ab" * 32))
     place.save(3)
     opened = place.start(train={"steps": 5})
@@ -328,7 +331,7 @@ def test_a_folder_of_the_version_before_resumes(place: Place) -> None:
 
 def test_what_kills_and_abandoned_steps_left_goes_at_the_next_start(place: Place) -> None:
     """The last checkpoint is of step 1: samples of later steps are made again."""
-    run = place.root / "run"
+    run = place.run.path
     files = [".config.yaml.7.tmp", "errors/.rank_00000.txt.7.tmp", "rollouts/.a.jsonl.7.tmp"]
     files += ["rollouts/step_000002.scores.safetensors", "eval/step_000003.jsonl"]
     folders = ["checkpoints/.step_000002.partial", "checkpoints/.step_000001.old"]
@@ -347,32 +350,29 @@ def test_what_kills_and_abandoned_steps_left_goes_at_the_next_start(place: Place
 
 
 def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
-    run_dir = RunDir(place.root / "run")
     for step in (1, 2):
-        run_dir.hf(step).mkdir(parents=True)
-    (run_dir.hf(2) / "r3.json").write_text("{}")
+        place.run.hf(step).mkdir(parents=True)
+    (place.run.hf(2) / "r3.json").write_text("{}")
     _, note = place.start().notes  # from the checkpoint of step 1: step 2 is made again
     assert note.endswith("is given up: renamed to abandoned_step_000002")
-    assert run_dir.hf(1).exists() and not run_dir.hf(2).exists()
-    assert (run_dir.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
+    assert place.run.hf(1).exists() and not place.run.hf(2).exists()
+    assert (place.run.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
 
 
 def test_a_checkpoint_that_was_never_complete_is_none(place: Place) -> None:
-    run_dir = RunDir(place.root / "run")
-    run_dir.checkpoint(1).rename(run_dir.checkpoints / ".step_000001.partial")
-    (run_dir.checkpoints / "latest").symlink_to("step_000001")
+    place.run.checkpoint(1).rename(place.run.checkpoints / ".step_000001.partial")
+    (place.run.checkpoints / "latest").symlink_to("step_000001")
     start = place.start()
     assert start.checkpoint is None and "unfinished run without a checkpoint" in start.notes[0]
-    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["latest"]
+    assert [path.name for path in place.run.checkpoints.iterdir()] == ["latest"]
 
 
 def test_an_unfinished_run_without_a_checkpoint_is_set_aside_and_said(place: Place) -> None:
-    run_dir = RunDir(place.root / "run")
-    shutil.rmtree(run_dir.checkpoints)
-    rows, aside = run_dir.metrics.read_text(), run_dir.path / "aborted_001"
+    shutil.rmtree(place.run.checkpoints)
+    rows, aside = place.run.metrics.read_text(), place.run.path / "aborted_001"
     (note,) = place.start().notes
     assert f"has an unfinished run without a checkpoint: moved to {aside}, " in note
-    assert (aside / "metrics.jsonl").read_text() == rows and not run_dir.metrics.exists()
+    assert (aside / "metrics.jsonl").read_text() == rows and not place.run.metrics.exists()
 
 
 def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:

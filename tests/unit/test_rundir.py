@@ -31,7 +31,7 @@ from r3.tools import TrainedSample, read_rollouts, write_rollouts
 from r3.types import Prompt, Rollout, SamplingMask
 from tests.runs import program
 from tests.settings import changed
-from tests.tiny import coded_rollout
+from tests.tiny import QUESTION, coded_rollout
 
 
 def rollout(index: int, tokens: int, *, response: str = "") -> Rollout:
@@ -92,12 +92,7 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
     assert (row["tokens"], row["response_tokens"]) == (7, 5)
 
 
-PROMPT = Prompt(
-    id="rows.jsonl:3",
-    messages=({"role": "system", "content": "Count."}, {"role": "user", "content": "3+4?"}),
-    tokens_T=(1, 2),
-    answer="#### 7",
-)
+PROMPT = replace(QUESTION, messages=({"role": "system", "content": "Count."}, *QUESTION.messages))
 
 
 def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path) -> None:
@@ -111,7 +106,7 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     item[0] = replace(item[0], parts={"gsm8k": 1.0})
     path = dump(tmp_path, item, {PROMPT.id: PROMPT})
     single, several, unknown = read_jsonl(path)
-    assert (single["question"], single["reference"]) == ("3+4?", "#### 7")
+    assert (single["question"], single["reference"]) == ("3 + 4?", "#### 7")
     assert single["messages"] == [*PROMPT.messages, {"role": "assistant", "content": "7"}]
     assert (single["turn_rewards"], single["rewards"]) == ([], {"gsm8k": 1.0})
     assert several["messages"] == list(said) and several["turn_rewards"] == [None, 0.1]
