@@ -40,6 +40,11 @@ def rollout(index: int, tokens: int, *, response: str = "") -> Rollout:
     return replace(made, prompt_id=PROMPT.id, sample_index=index, response=response)
 
 
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
 def files(folder: Path) -> list[str]:
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
@@ -125,8 +130,7 @@ def test_a_dump_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_eval_sets_of_one_step_share_a_file(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_eval_sets_of_one_step_share_a_file(run_dir: RunDir) -> None:
     write_eval(run_dir, 0, "easy", [{"reward": 0.0}])
     write_eval(run_dir, 0, "hard", [{"reward": 0.5}])
     # Done again after a resume
@@ -157,11 +161,10 @@ def test_a_kill_in_the_middle_of_a_write_keeps_the_old_file(tmp_path: Path) -> N
     assert path.read_text() == "old"
 
 
-def test_floats_survive_the_file(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_floats_survive_the_file(run_dir: RunDir) -> None:
     odd = (0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, math.inf, math.nan)
     run_dir.append_metrics({"step": 0} | dict(zip("abcdef", odd, strict=True)))
-    (read,) = read_metrics(tmp_path)
+    (read,) = read_metrics(run_dir.path)
     assert [read[key].hex() for key in "abcdef"] == [value.hex() for value in odd]
 
 
@@ -191,8 +194,7 @@ def test_a_torn_dump_gives_the_rollouts_that_are_whole(tmp_path: Path) -> None:
     assert ([r.sample_index for r in rollouts], rewards) == ([0], [1.0])
 
 
-def test_truncation_drops_the_steps_to_be_made_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_truncation_drops_the_steps_to_be_made_again(run_dir: RunDir) -> None:
     for step in range(5):
         run_dir.append_metrics({"step": step, "a": step / 3})
     before = run_dir.metrics.read_bytes().splitlines(keepends=True)
@@ -205,11 +207,10 @@ def test_truncation_drops_the_steps_to_be_made_again(tmp_path: Path) -> None:
     assert "2 rows from step 3 on were dropped" in said[1]
     assert truncate_metrics(run_dir, 3) == []
     run_dir.append_metrics({"step": 3})
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_metrics(run_dir.path)] == [0, 1, 2, 3]
 
 
-def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_truncation_says_which_rows_are_missing(run_dir: RunDir) -> None:
     assert truncate_metrics(run_dir, 0) == []
     assert truncate_metrics(run_dir, 4) == ["metrics.jsonl is missing: rows before step 4 are lost"]
     run_dir.append_metrics({"step": 1})
@@ -217,8 +218,7 @@ def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
     assert said == "metrics.jsonl: 2 rows between steps 2 and 3 are missing"
 
 
-def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(run_dir: RunDir) -> None:
     for step, value in ((4, 1), (3, 1), (5, 1), (4, 2)):
         assert run_dir.append_metrics({"step": step, "a": value}) == (step == 4 and value == 1)
     assert truncate_metrics(run_dir, 6) == [
@@ -227,11 +227,11 @@ def test_rows_at_the_head_doubled_rows_and_rows_out_of_order_are_said(tmp_path: 
         "metrics.jsonl: 2 rows between steps 1 and 2 are missing",
     ]
     rows = [{"step": 3, "a": 1}, {"step": 4, "a": 2}, {"step": 5, "a": 1}]
-    assert read_jsonl(run_dir.metrics) == read_metrics(tmp_path) == rows
+    assert read_jsonl(run_dir.metrics) == read_metrics(run_dir.path) == rows
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"a": 1}\n')
     with pytest.raises(ValueError, match=r"a row has no step: \{'a': 1\}"):
-        read_metrics(tmp_path)
+        read_metrics(run_dir.path)
 
 
 @pytest.mark.parametrize("layers", [3, 0], ids=["another memory order", "dense"])
