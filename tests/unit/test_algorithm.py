@@ -18,7 +18,7 @@ from r3.run import failure_text
 from r3.runtime.mesh import Axis
 from r3.tools import example_inputs, example_rewards
 from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
-from tests.tiny import FEW_ROWS, MOE, coded_rollout, tiny_config
+from tests.tiny import MOE, coded_rollout, tiny_config
 
 MINE = """
 import torch
@@ -68,7 +68,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def tiny(**algo: object) -> Config:
-    return tiny_config(algo=algo, data={"path": (FEW_ROWS,)})
+    return tiny_config(algo=algo)
 
 
 def found(config: Config) -> dict[str, str]:

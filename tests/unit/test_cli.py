@@ -614,10 +614,7 @@ def test_a_dry_run_plans_from_config_json_alone(tmp_path: Path, capsys: Capsys) 
     whole, alone = (["--model.path", str(path)] for path in (TINY_MOE, tmp_path))
     plans = []
     for words in (whole, alone, [*whole, "--algo.teacher", str(tmp_path)]):
-        with pytest.raises(SystemExit) as end:
-            cli.parse(["tiny", "--dry-run", *words])
-        assert end.value.code == 0
-        plans.append(capsys.readouterr().out)
+        plans.append(printed(capsys, "tiny", "--dry-run", *words))
     memory, needs = (plans[1].partition(title)[2] for title in ("memory per rank", "needs ("))
     assert memory.partition("\n\nconfig\n")[0] in plans[0].partition("memory per rank")[2]
     for lacking in ("no tokenizer.json", "no chat template", "no *.safetensors files"):

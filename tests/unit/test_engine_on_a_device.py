@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from r3.runtime import say
 from r3.runtime.device import Device
 from tests.errors import Capsys, Patch
 from tests.families import family
+from tests.memory import CPU
 from tests.tiny import tiny_config
 
 SHAPE = ModelShape.read(tiny_config().model.path)
@@ -88,13 +90,6 @@ def test_an_architecture_that_vllm_would_leave_to_transformers_is_refused() -> N
         require_architecture("NoSuchForCausalLM")
 
 
-class Shared(Device):
-    """A device of 80 GiB that another program uses."""
-
-    def memory_gib(self) -> tuple[float, float]:
-        return 20.0, 80.0
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -106,8 +101,8 @@ def test_errors_about_other_processes_name_them(
     error: Exception, reason: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(neighbours, "processes", lambda _: ["python (process 77, 59000 MiB)"])
-    here: dict[str, Any] = dict(rank=0, local_rank=0, world_size=1, host="here")
-    device = Shared(torch=torch.device("cuda", 0), is_cuda=True, **here)
+    monkeypatch.setattr(Device, "memory_gib", lambda _: (20.0, 80.0))  # another program uses it
+    device = replace(CPU, torch=torch.device("cuda", 0), is_cuda=True)
     with pytest.raises(DeviceMemoryError) as found, neighbours.neighbours_named(device, 0.6):
         raise error
     said = str(found.value)

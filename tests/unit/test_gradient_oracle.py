@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from benchmarks.gradient_oracle import (
     products,
     stale,
 )
+from r3.models.shape import ModelShape
+from tests.families import family
 
 VOCABULARY, RESPONSE, EXPERTS, TOP_K, LAYERS = 3, 2, 3, 2, 2
 PROMPT = [1, 0]
@@ -24,24 +27,12 @@ PROMPT = [1, 0]
 
 def tiny() -> Oracle:
     """Two layers of three experts on four channels, with random weights."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    weights = {"model.embed_tokens.weight": made(VOCABULARY, 4)}
-    for layer in range(LAYERS):
-        of = f"model.layers.{layer}."
-        weights |= {
-            of + f"{norm}_layernorm.weight": made(4) for norm in ("input", "post_attention")
-        }
-        weights |= {of + f"self_attn.{name}_proj.weight": made(4, 4) for name in "qo"}
-        weights |= {of + f"self_attn.{name}_proj.weight": made(2, 4) for name in "kv"}
-        weights |= {of + f"self_attn.{name}_norm.weight": made(2) for name in "qk"}
-        weights[of + "mlp.gate.weight"] = made(EXPERTS, 4)
-        for expert, name in itertools.product(range(EXPERTS), ("gate", "up", "down")):
-            weights[of + f"mlp.experts.{expert}.{name}_proj.weight"] = made(4, 4)
-    weights |= {"model.norm.weight": made(4), "lm_head.weight": made(VOCABULARY, 4)}
+    keys = dict(hidden_size=4, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+    keys |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=2)
+    keys |= dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=4)
+    shapes = ModelShape.from_hf(family("qwen3_moe", **keys)).tensor_shapes
+    kind: dict[str, Any] = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = {name: torch.randn(*size, **kind).requires_grad_() for name, size in shapes.items()}
     return Oracle(weights, heads=2, kv_heads=1, top_k=TOP_K)
 
 

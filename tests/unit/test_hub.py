@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from r3 import assets, extras
 from r3.cli import parse as cli
@@ -39,18 +40,9 @@ def copy_of_tiny(folder: Path) -> Path:
 
 def sharded(folder: Path) -> Path:
     """The embedded model in two shards, with the same weights in two forms that nobody reads."""
-    copy_of_tiny(folder)
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    names = sorted(tensors)
-    parts = {
-        f"model-0000{i + 1}-of-00002.safetensors": {name: tensors[name] for name in names[i::2]}
-        for i in range(2)
-    }
-    for file, part in parts.items():
-        save_file(part, folder / file, metadata={"format": "pt"})
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (copy_of_tiny(folder) / WEIGHTS).unlink()
+    whole = AutoModelForCausalLM.from_pretrained(assets.TINY_MOE)
+    whole.save_pretrained(folder, max_shard_size="1200KB")
     (folder / "original").mkdir()
     for name in TWICE:
         (folder / name).write_bytes(b"twice")
