@@ -67,7 +67,8 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
 def embedded(folder: Path, **keys: Any) -> Path:
     """A copy of the embedded model with other keys in config.json."""
     shutil.copytree(assets.TINY_MOE, folder)
-    edit_json(folder / "config.json", **keys)
+    if keys:
+        edit_json(folder / "config.json", **keys)
     return folder
 
 

@@ -31,9 +31,9 @@ from tests.world import ROOT
 METRIC = "eval/heldout/accuracy"
 
 
-def rows(*values: float | None, metric: str = METRIC) -> list[dict[str, float]]:
+def rows(*values: float | None) -> list[dict[str, float]]:
     """An evaluation every second step, from step 0; None is one without the metric."""
-    named = [{} if value is None else {metric: value} for value in values]
+    named = [{} if value is None else {METRIC: value} for value in values]
     return [{"step": 2 * i, **each} for i, each in enumerate(named)]
 
 

@@ -59,12 +59,12 @@ def interrupts() -> None:
     raise KeyboardInterrupt
 
 
-def report_of(error: BaseException, folder: Path, rank: int = 0) -> str:
+def report_of(error: BaseException, folder: Path) -> str:
     """What is said of an error that was raised."""
     try:
         raise error
     except BaseException as caught:
-        return failure_text(caught, rank=rank, path=folder / "errors" / f"rank_{rank:05d}.txt")
+        return failure_text(caught, rank=0, path=folder / "errors" / "rank_00000.txt")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ fused_experts_cpu, fused_experts_cuda = (
 )
 
 
-def _in_a_loop(*inputs: torch.Tensor) -> torch.Tensor:
-    """What CPU runs use."""
-    return fused_experts_cpu._Experts.apply(*inputs)
+_in_a_loop = fused_experts_cpu._Experts.apply  # what CPU runs use
 
 
 def _sorted(
@@ -30,7 +28,7 @@ def _sorted(
     return fused_experts_cuda._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
 
 
-BOTH = pytest.mark.parametrize("experts", [_in_a_loop, _sorted])
+BOTH = pytest.mark.parametrize("experts", [_in_a_loop, _sorted], ids=["in a loop", "sorted"])
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -61,9 +59,8 @@ def _plain(*inputs: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _results(function: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _results(function: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The output, and the gradients of tokens, gates and weights for a fixed upstream gradient."""
-    assert callable(function)
     out_ND = function(*inputs)
     upstream = torch.linspace(-1, 1, out_ND.numel()).view_as(out_ND).to(out_ND.dtype)
     leaves = [one for one in inputs if one.requires_grad]

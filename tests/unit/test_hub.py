@@ -7,7 +7,6 @@ ranks that download together, a plan that leaves a cache which looks complete.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from r3.models.shape import ModelShape, ShapeError
 from tests.errors import Capsys, Patch
 from tests.hub import Hub, serving, sha_of
 from tests.runs import soon
+from tests.tiny import embedded
 from tests.world import ROOT
 
 download = extras.downloads()
@@ -34,13 +34,9 @@ WEIGHTS = "model.safetensors"
 TWICE = ("consolidated.safetensors", "pytorch_model.bin", "original/params.json")
 
 
-def copy_of_tiny(folder: Path) -> Path:
-    return Path(shutil.copytree(assets.TINY_MOE, folder))
-
-
 def sharded(folder: Path) -> Path:
     """The embedded model in two shards, with the same weights in two forms that nobody reads."""
-    (copy_of_tiny(folder) / WEIGHTS).unlink()
+    (embedded(folder) / WEIGHTS).unlink()
     whole = AutoModelForCausalLM.from_pretrained(assets.TINY_MOE)
     whole.save_pretrained(folder, max_shard_size="1200KB")
     (folder / "original").mkdir()
@@ -52,7 +48,7 @@ def sharded(folder: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[Hub]:
     """A hub with the embedded model, and an empty cache."""
-    with serving(Hub({"owner/tiny": {"main": copy_of_tiny(tmp_path / "tiny")}})) as found:
+    with serving(Hub({"owner/tiny": {"main": embedded(tmp_path / "tiny")}})) as found:
         files = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + files)
@@ -133,7 +129,7 @@ def test_a_model_in_the_cache_needs_no_network_and_stays_as_it_is(
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:
-    other = copy_of_tiny(tmp_path / "other")
+    other = embedded(tmp_path / "other")
     (other / "generation_config.json").write_text("{}")
     hub.models["owner/tiny"]["v2"] = other
     assert read_small_files(fetch())["generation_config.json"] != b"{}"
@@ -264,7 +260,7 @@ def test_tensors_that_do_not_fit_are_named_before_the_download(
     names = [*shape.tensor_shapes, "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"]
     index = tmp_path / "tiny" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, WEIGHTS)}))
-    hub.models["owner/tiny"]["v2"] = other = copy_of_tiny(tmp_path / "other")
+    hub.models["owner/tiny"]["v2"] = other = embedded(tmp_path / "other")
     extra = f"model.layers.{shape.num_layers}.input_layernorm.weight"
     wrong = {"weight_map": dict.fromkeys([*names[1:], extra], WEIGHTS)}
     (other / index.name).write_text(json.dumps(wrong))
