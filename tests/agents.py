@@ -16,6 +16,7 @@ CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
 PROMPT = numbered(1)
+GENERATE = "/inference/v1/generate"
 
 Agent = Callable[[Any], Awaitable[Any]]
 

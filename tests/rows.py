@@ -1,4 +1,4 @@
-"""Files of rows, and how they are loaded unless a test says otherwise."""
+"""Files of rows and of users' code, and how rows are loaded unless a test says otherwise."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from r3.data import Columns
 OPTIONS: dict[str, Any] = {"columns": Columns(), "max_prompt_tokens": 100, "on_too_long": "error"}
 
 
-def write(folder: Path, *lines: str | bytes) -> Path:
-    """Write `rows.jsonl` with these lines."""
-    path = folder / "rows.jsonl"
+def write(folder: Path, *lines: str | bytes, name: str = "rows.jsonl") -> Path:
+    """Write a file with these lines."""
+    path = folder / name
     path.write_bytes(
         b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n"
     )

@@ -18,6 +18,7 @@ from r3.run import failure_text
 from r3.runtime.mesh import Axis
 from r3.tools import example_inputs, example_rewards
 from r3.user_code import AlgorithmError, advantage_of, bounds_of, loss_of
+from tests.rows import write
 from tests.tiny import MOE, coded_rollout, tiny_config
 
 MINE = """
@@ -62,9 +63,7 @@ BOUNDS = Bounds(0.2, 0.28)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
-    path.write_text(MINE)
-    return path
+    return write(tmp_path, MINE, name="mine.py")
 
 
 def tiny(**algo: object) -> Config:

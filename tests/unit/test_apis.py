@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents import CALL, NUMBER, PROMPT, TOOLS, Played, address_of, chat, play, post
+from tests.agents import CALL, GENERATE, NUMBER, PROMPT, TOOLS, Played, address_of, chat, play, post
 from tests.errors import Patch
 
 anthropic = pytest.importorskip("anthropic")
@@ -304,6 +304,18 @@ RESPONSES: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": ["a"]}, "tools"),
     ({"input": [{"type": "additional_tools", "tools": None}]}, "tools"),
 ]
+TOKENS: list[tuple[dict[str, Any], str | None]] = [
+    ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+    ({"sampling_params": {"logprobs": 5}}, "logprobs"),
+    ({"sampling_params": {"stop_token_ids": [-1]}}, None),
+    ({"sampling_params": {"guided": 1}}, "guided"),
+    ({"sampling_params": [1]}, "sampling_params"),
+    ({"features": {"mm_hashes": {}}}, "features"),
+    ({"token_ids": "3 4"}, "token_ids"),
+    ({"token_ids": [10**6]}, None),
+    ({"token_ids": []}, None),
+    ({"stream": True}, "stream"),
+]
 
 
 def test_errors_have_the_shape_of_their_api() -> None:
@@ -315,10 +327,14 @@ def test_errors_have_the_shape_of_their_api() -> None:
             error = reply.json()["error"]
             assert (reply.status_code, reply.json()["type"]) == (status, "error")
             assert error["type"].startswith(kind) and text in error["message"]
-        for change, param in RESPONSES:
-            reply = await post(client, "/v1/responses", {"model": "policy", "input": "a", **change})
-            error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (400, param), error
+        for path, whole, cases in (
+            ("/v1/responses", {"input": "a"}, RESPONSES),
+            (GENERATE, {"token_ids": [3]}, TOKENS),
+        ):
+            for change, param in cases:
+                reply = await post(client, path, {"model": "policy", **whole, **change})
+                error = reply.json()["error"]
+                assert (reply.status_code, error["param"]) == (400, param), error
         with pytest.raises(anthropic.AuthenticationError):
             client.api_key = "wrong"
             async with claude(client) as other:

@@ -24,6 +24,7 @@ from r3.rollout import (
 )
 from tests.errors import Capsys
 from tests.rounds import env_of, numbered, play_round
+from tests.rows import write
 from tests.talkers import values
 from tests.tiny import BASE, parts_of, rewards_of, tiny_config, tokenizer_folder
 
@@ -127,8 +128,7 @@ class Script:
     first_turn_s = 0.0
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self.file, self.tokenizer = folder / "mine.py", tokenizer
-        self.file.write_text(ENVIRONMENTS)
+        self.file, self.tokenizer = write(folder, ENVIRONMENTS, name="mine.py"), tokenizer
 
     def scorer(self, *functions: str, weights: Sequence[float] = ()) -> Scorer:
         names = [name if name in ("env", "none") else f"{self.file}:{name}" for name in functions]

@@ -13,6 +13,7 @@ from r3.models.shape import ModelShape
 from r3.rewards import REWARDS
 from r3.tools.planning import memory_plan as plan
 from tests.families import classifier
+from tests.rows import write
 from tests.settings import changed, found, found_in_files
 from tests.tiny import edit_json, tiny_config
 
@@ -100,8 +101,8 @@ def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> Non
 
 
 def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text("def together(responses, prompt): ...\ndef single(response, prompt): ...")
+    functions = ("def together(responses, prompt): ...", "def single(response, prompt): ...")
+    path = write(tmp_path, *functions, name="reward.py")
     budget = {"rollout.step_token_budget": 8}
     assert found_in_files({"reward.function": f"{path}:together"}) == {}
     assert found_in_files({"reward.function": f"{path}:single", **budget}) == {}

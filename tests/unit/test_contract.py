@@ -23,6 +23,7 @@ from r3.tools import (
     example_inputs,
 )
 from tests.errors import Capsys
+from tests.rows import write
 
 Pair = tuple[Tensor, Tensor]
 
@@ -229,8 +230,7 @@ def centred(rewards_R, groups_R):
     ],
 )
 def test_command(words: list[str], code: int, said: str, tmp_path: Path, capsys: Capsys) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(MINE)
+    file = write(tmp_path, MINE, name="mine.py")
     end = contextlib.nullcontext() if code == 0 else pytest.raises(SystemExit, match=f"^{code}$")
     with end:
         main([word.format(file=file) for word in words])

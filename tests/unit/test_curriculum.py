@@ -16,6 +16,7 @@ from r3.rewards.scorer import make_scorer
 from r3.rollout import ConversationSetup, RoundResult
 from r3.types import Prompt
 from tests.rounds import numbered, play_round
+from tests.rows import write
 from tests.settings import changed
 from tests.tiny import tiny_config
 
@@ -176,8 +177,7 @@ def outcomes(result: RoundResult) -> dict[Any, Any]:
 
 def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: Path) -> None:
     """Each conversation is what it is alone with its environment; metrics are added."""
-    code = tmp_path / "env.py"
-    code.write_text(CODE.replace('"turns": self.turns, ', ""))
+    code = write(tmp_path, CODE.replace('"turns": self.turns, ', ""), name="env.py")
     envs = ["single_turn", "calculator", f"{code}:Guess", f"{code}:Agent"]
     labels = [f"{i}.jsonl" for i in range(4)]
     config = changed({"data.path": labels, "data.env": envs}, tiny_config())

@@ -18,9 +18,10 @@ from r3.config import ConfigError, EnvConfig
 from r3.envs import Model, Workflows, host_of, serve, token_bytes
 from r3.rollout import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt
-from tests.agents import ASK, CALL, PROMPT, TOOLS, Played, chat, client_of, play, post
+from tests.agents import ASK, CALL, GENERATE, PROMPT, TOOLS, Played, chat, client_of, play, post
 from tests.errors import Capsys, Patch
 from tests.rounds import play_round
+from tests.rows import write
 
 openai = pytest.importorskip("openai")
 
@@ -204,8 +205,7 @@ server.run()
 
 def test_a_tool_of_an_mcp_server_is_called(tmp_path: Path) -> None:
     mcp = pytest.importorskip("mcp")
-    file = tmp_path / "server.py"
-    file.write_text(MCP_SERVER)
+    file = write(tmp_path, MCP_SERVER, name="server.py")
     server = mcp.StdioServerParameters(command=sys.executable, args=[str(file)])
 
     async def agent(client: Any) -> Any:
@@ -388,31 +388,6 @@ def test_tokens_in_and_out_continue_one_sequence() -> None:
     assert [each["logprob"] for each in second["logprobs"]["content"]] == [-0.25, -0.5, -0.75, -1.0]
     assert first["finish_reason"] == "stop"
     assert played.turns[0].sampling.stop_tokens[-1] == 9, "beside the model's own"
-
-
-GENERATE = "/inference/v1/generate"
-TOKENS: list[tuple[dict[str, Any], str | None]] = [
-    ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
-    ({"sampling_params": {"logprobs": 5}}, "logprobs"),
-    ({"sampling_params": {"stop_token_ids": [-1]}}, None),
-    ({"sampling_params": {"guided": 1}}, "guided"),
-    ({"sampling_params": [1]}, "sampling_params"),
-    ({"features": {"mm_hashes": {}}}, "features"),
-    ({"token_ids": "3 4"}, "token_ids"),
-    ({"token_ids": [10**6]}, None),
-    ({"token_ids": []}, None),
-    ({"stream": True}, "stream"),
-]
-
-
-def test_requests_for_tokens_that_cannot_be_served_are_refused() -> None:
-    async def agent(client: Any) -> Any:
-        await chat(client)
-        for options, param in TOKENS:
-            reply = await post(client, GENERATE, {"model": "policy", "token_ids": [3], **options})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-
-    assert play(agent).texts == ["hello<|im_end|>"], "no refused request was sampled"
 
 
 def test_options_reach_the_engine() -> None:

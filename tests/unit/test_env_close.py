@@ -14,6 +14,7 @@ from r3.user_code import Done
 from tests.environments import answered, opened, prompt, said
 from tests.errors import Patch
 from tests.rounds import env_of, numbered, play_round
+from tests.rows import write
 from tests.talkers import values
 
 CLOSING = """
@@ -77,8 +78,7 @@ class Closing:
     def __init__(self, folder: Path, name: str, workers: int) -> None:
         self.log = folder / "log"
         self.log.touch()
-        file = folder / "closing.py"
-        file.write_text(CLOSING.format(log=str(self.log)))
+        file = write(folder, CLOSING.format(log=str(self.log)), name="closing.py")
         settings = EnvConfig(path=f"{file}:{name}", workers=workers, timeout_s=1.5, retries=1)
         self.environments = Environments(settings)
 

@@ -26,6 +26,7 @@ from r3.envs import (
 from r3.rollout import OneTurn, read_task, readable_message
 from tests.environments import answered, collect, opened, prompt, said
 from tests.errors import message_of
+from tests.rows import write
 from tests.runs import soon
 from tests.settings import found_in_files
 from tests.tiny import tiny_config
@@ -33,8 +34,7 @@ from tests.tiny import tiny_config
 
 def of_file(folder: Path, source: str, name: str = "Mine", **settings: Any) -> Environments:
     """Environments of a class in a user's file."""
-    file = folder / "mine.py"
-    file.write_text(source)
+    file = write(folder, source, name="mine.py")
     return Environments(EnvConfig(path=f"{file}:{name}", **settings))
 
 
@@ -65,8 +65,7 @@ class Mine:
 def test_a_users_file_is_refused_by_name(
     source: str, name: str, said: str, field: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(source)
+    file = write(tmp_path, source, name="mine.py")
     message = found_in_files({field: f"{file}:{name}", "eval.path": str(assets.WORD_PROBLEMS_EVAL)})
     assert said in message[field] and "Fix: " in message[field]
 
@@ -275,8 +274,7 @@ class Slowly(Talk):
 def test_an_environment_shows_what_its_instances_have(
     name: str, workers: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(SHOWS)
+    file = write(tmp_path, SHOWS, name="mine.py")
     env = {"path": f"{file}:{name}", "args": ("name=find_it",), "workers": workers}
     model = {"path": str(assets.TINY_MOE_TOOLS)}
     task = read_task(tiny_config(model=model, eval={"path": ()}, env=env))

@@ -23,6 +23,7 @@ from r3.user_code import advantage_of, bounds_of, load, loss_of
 from tests.environments import collect, said
 from tests.errors import Patch
 from tests.rounds import play_round
+from tests.rows import write
 from tests.tiny import responded
 
 # Each spoils everything that it is handed, and returns how much of it was spoilt before.
@@ -101,9 +102,7 @@ GIVEN = 'given=[{"deep": [1, 2]}]'
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("spoilers") / "spoilers.py"
-    path.write_text(SPOILERS)
-    return path
+    return write(tmp_path_factory.mktemp("spoilers"), SPOILERS, name="spoilers.py")
 
 
 def fragile() -> Prompt:

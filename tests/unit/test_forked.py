@@ -13,6 +13,7 @@ import torch
 from r3.tools.beside.watchdog import ENDS_RANK
 from tests.errors import Capsys
 from tests.forked_ranks import ForkedRank
+from tests.rows import write
 from tests.runs import program
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -51,8 +52,7 @@ else:
 def test_exit_codes_and_messages_are_those_of_a_program(
     word: str, code: int, said: str, tmp_path: Path, capfd: Capsys
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = write(tmp_path, SCRIPT, name="script.py")
     # As torchrun does where it would start a program.
     rank = ForkedRank((sys.executable, "-u", str(script), word), {"RANK": "3"})
     assert rank.wait(30) == code
@@ -72,8 +72,7 @@ print(sorted(set(UNUSED) & set(sys.modules)), all(map(find_spec, UNUSED)))
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
 def test_a_rank_on_cpu_imports_no_compiler_nor_what_vllm_leaves_unused(tmp_path: Path) -> None:
-    (tmp_path / "loaded.py").write_text(LOADED)
-    done = program(interpreter(), tmp_path / "loaded.py")
+    done = program(interpreter(), write(tmp_path, LOADED, name="loaded.py"))
     # The second ones still can be imported.
     assert (done.returncode, done.stdout) == (0, "True False\n[] True\n"), done.stderr
 
@@ -102,8 +101,7 @@ else:
 
 
 def test_ranks_find_what_the_check_has_read_and_nothing_stays(tmp_path: Path) -> None:
-    script = tmp_path / "reads.py"
-    script.write_text(_READS)
+    script = write(tmp_path, _READS, name="reads.py")
     flags = ("--check", "--standalone", "--nproc_per_node", "1", str(script))
     said = program(sys.executable, "launch/ranks.py", *flags).stdout
     folder, _, read = said.splitlines()[-1].partition(" read ")
@@ -120,8 +118,7 @@ threading.Thread(target=ctypes.PyDLL(None).sleep, args=(600,)).start()
 
 @pytest.mark.large
 def test_a_second_ctrl_c_ends_a_rank_that_sees_no_signal(tmp_path: Path) -> None:
-    script = tmp_path / "holds.py"
-    script.write_text(_HOLDS_THE_LOCK)
+    script = write(tmp_path, _HOLDS_THE_LOCK, name="holds.py")
     launcher = subprocess.Popen(
         [sys.executable, "launch/ranks.py", "--standalone", "--nproc_per_node", "1", str(script)],
         cwd=ROOT,
