@@ -31,14 +31,6 @@ CHAT = [
 
 ENDS = {"role": "assistant", "content": "b<|im_end|>c"}
 
-# Reasoning is shown in the last assistant message only, as templates of reasoning models do.
-REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\n' }}
-{%- if message.role == 'assistant' and not loop.last %}
-{{- message.content.split('</think>')[-1] }}{%- else %}{{- message.content }}{%- endif %}
-{{- '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-
-
 SFT = with_values(tiny_config(), {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()})
 
 
@@ -107,18 +99,6 @@ def test_rows_without_anything_to_learn_are_named(
     with pytest.raises(DataError, match=r"rows\.jsonl:2: ") as caught:
         load_prompts(path, tokenizer, **options)
     assert expected in str(caught.value)
-
-
-def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(REASONING)
-    chat = [message for message in CHAT if message["role"] != "system"]
-    row = read(tmp_path, tokenizer, CHATS, {"messages": chat})
-    assert len(row.spans) == 2, "without reasoning in history nothing is dropped"
-    chat[1] = {"role": "assistant", "content": "<think>hm</think>7"}
-    with pytest.raises(DataError, match="changes the content of message 1"):
-        read(tmp_path, tokenizer, CHATS, {"messages": chat})
-    row = read(tmp_path, tokenizer, CHATS, {"messages": chat[:2]})
-    assert "<think>hm</think>7" in tokenizer.decode(row.tokens_T)
 
 
 @pytest.mark.parametrize(
