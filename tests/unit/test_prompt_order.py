@@ -151,14 +151,7 @@ def test_each_epoch_is_a_permutation(count: int) -> None:
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
     # 10! orders: epochs are shuffled anew
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-
-
-def test_the_order_depends_on_seed_and_step_alone() -> None:
-    dataset = numbered(50)
-    order = walk(dataset, seed=1, steps=20, count=8)
-    seen = [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)]
-    assert seen == order[13 * 8 : 14 * 8]
-    assert walk(dataset, seed=2, steps=20, count=8) != order
+    assert walk(dataset, seed=2, steps=30, count=count) != order
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 0.3), (3.0, 1.0, 1e-3), (5.0,), (0.1,) * 7])
