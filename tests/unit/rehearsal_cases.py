@@ -36,7 +36,9 @@ from r3.sync import WeightStream, pack_for
 from r3.types import Batch
 from tests.errors import message_of
 from tests.fake_cuda import Order, fake_world
+from tests.memory import CPU
 from tests.policies import in_backward, step_rewards, train_step
+from tests.settings import changed
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched
 
@@ -64,8 +66,8 @@ def job(
 ) -> Iterator[tuple[Device, Mesh]]:
     """Inside, the process is one rank of a CUDA job; `options` are those of `fake_world`."""
     with fake_world(topk=2, rank=rank, size=size, **options):
-        place: dict[str, Any] = dict(rank=rank, local_rank=rank, world_size=size, host="rehearsal")
-        device = Device(torch=torch.device("cuda", 0), is_cuda=True, **place)
+        place: dict[str, Any] = dict(rank=rank, local_rank=rank, world_size=size)
+        device = replace(CPU, torch=torch.device("cuda", 0), is_cuda=True, **place)
         yield device, build_mesh(device, tiny_config(parallel={**parallel}).parallel)
 
 
@@ -109,13 +111,10 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
         "linear_fc2.bias": (shape.hidden_size,),
     }
     of: dict[str, Any] = dict(dtype=torch.bfloat16, device=device.torch)
-
-    def empty(part: str) -> torch.Tensor:
-        return torch.empty(shape.num_experts, *sizes[part], **of)
-
+    parts, experts = expert_leaves(shape), shape.num_experts
     stacks = {
         layer: StackedExperts(
-            held={part: empty(part) for part in expert_leaves(shape)},
+            held={part: torch.empty(experts, *sizes[part], **of) for part in parts},
             rank=0,
             alternates=shape.moe_names.alternates,
         )
@@ -150,12 +149,8 @@ def settings(steps: list[tuple[str, dict[str, dict[str, Any]]]]) -> int:
     with job() as where:
         extras.streamed().PART_VALUES = 1 << 14  # a streamed optimizer has several parts
         for path, change in steps:
-            sections = {
-                # JSON has lists for the tuples of settings
-                key: {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
-                for key, fields in change.items()
-            }
-            step(config_of(path, **sections), *where)
+            values = {f"{key}.{n}": v for key, fields in change.items() for n, v in fields.items()}
+            step(changed(values, config_of(path)), *where)
     return len(steps)
 
 
