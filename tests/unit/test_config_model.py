@@ -86,16 +86,11 @@ def test_folder_of_no_model_is_named(tmp_path: Path, names: list[str], rule: str
     assert problems.keys() == {"model.path"} and f"': {rule}" in said and fix in how
 
 
-def shards(*numbers: int) -> Callable[[Path], object]:
-    """The weights under the names of these shards of three, without an index."""
-
-    def split(folder: Path) -> None:
-        for number in numbers:
-            name = f"model-{number:05}-of-00003.safetensors"
-            shutil.copy(folder / "model.safetensors", folder / name)
-        (folder / "model.safetensors").unlink()
-
-    return split
+def two_of_three_shards(folder: Path) -> None:
+    """The weights under the names of shards, without an index."""
+    for number in (1, 3):
+        shutil.copy(folder / WEIGHTS, folder / f"model-{number:05}-of-00003.safetensors")
+    (folder / WEIGHTS).unlink()
 
 
 def index_of_another(folder: Path) -> None:
@@ -107,7 +102,7 @@ def index_of_another(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (shards(1, 3), "1 of 3 shards are missing: model-00002-of-00003.safetensors"),
+        (two_of_three_shards, "1 of 3 shards are missing: model-00002-of-00003.safetensors"),
         (index_of_another, "model.safetensors is not in model.safetensors.index.json"),
     ],
 )

@@ -9,6 +9,7 @@ from r3.algo.packing import pack
 from r3.routing import LedgerError, captured_rows, reconcile
 from r3.sync import find_damage, send_samples
 from r3.types import Rollout, Sample
+from tests.talkers import values
 from tests.tiny import ALONE, MOE
 from tests.tiny import coded_rollout as rollout
 
@@ -19,32 +20,25 @@ def without(sample: Rollout, rows: list[int]) -> Rollout:
     return replace(sample, routed_experts=routes)
 
 
+# Rows 4 + 3 + 2: all captured; one of three missing; a rollout without any.
+CAPTURED = {
+    "routing/coverage": 6 / 9,
+    "routing/rows_expected": 9.0,
+    "routing/rows_captured": 6.0,
+    "routing/rows_last_token": 3.0,
+    "routing/rows_missing_rollout": 2.0,
+    "routing/rows_missing": 1.0,
+}
+SOUND = CAPTURED | {"routing/rows_replayed": 6.0, "routing/rows_live": 6.0}
+
+
 def test_rows_by_cause() -> None:
-    """Rows 4 + 3 + 2: all captured; one of three missing; a rollout without any."""
     rollouts = [
         rollout([1, 2, 3, 4, 5], 2),
         without(rollout([1, 2, 3, 4], 2, seed=1), [1]),
         without(rollout([1, 2, 3], 1, seed=2), [0, 1]),
     ]
-    found = {name: part.reduce([part]) for name, part in captured_rows(rollouts).items()}
-    assert found == {
-        "routing/coverage": 6 / 9,
-        "routing/rows_expected": 9,
-        "routing/rows_captured": 6,
-        "routing/rows_last_token": 3,
-        "routing/rows_missing_rollout": 2,
-        "routing/rows_missing": 1,
-    }
-
-
-SOUND = {
-    "routing/rows_captured": 6.0,
-    "routing/rows_last_token": 3.0,
-    "routing/rows_missing_rollout": 2.0,
-    "routing/rows_missing": 1.0,
-    "routing/rows_replayed": 6.0,
-    "routing/rows_live": 6.0,
-}
+    assert values(captured_rows(rollouts)) == CAPTURED
 
 
 def test_both_ends_of_the_account_must_agree() -> None:

@@ -12,6 +12,17 @@ from tests.runs import program
 
 _MIB = 2**20
 _UNLIMITED = "9223372036854771712"  # memory.limit_in_bytes of version 1
+
+
+def version_1(quota: str, limit: str, *, cpu: str = "cpu", group: str = "") -> dict[str, str]:
+    """The files of a group of processes, as version 1 has them."""
+    return {
+        f"{cpu}{group}/cpu.cfs_quota_us": quota,
+        f"{cpu}{group}/cpu.cfs_period_us": "100000",
+        f"memory{group}/memory.limit_in_bytes": limit,
+    }
+
+
 _CASES = {
     "version 2, the group of a container is its root": (
         "0::/",
@@ -31,32 +42,16 @@ _CASES = {
     ),
     "version 1, Slurm": (
         "12:cpu,cpuacct:/slurm/uid_0/job_7\n5:memory:/slurm/uid_0/job_7\n1:name=systemd:/x",
-        {
-            "cpu,cpuacct/slurm/uid_0/job_7/cpu.cfs_quota_us": "20000",
-            "cpu,cpuacct/slurm/uid_0/job_7/cpu.cfs_period_us": "100000",
-            "memory/slurm/uid_0/job_7/memory.limit_in_bytes": str(16 * _MIB),
-            "memory/memory.limit_in_bytes": _UNLIMITED,
-        },
+        version_1("20000", str(16 * _MIB), cpu="cpu,cpuacct", group="/slurm/uid_0/job_7")
+        | {"memory/memory.limit_in_bytes": _UNLIMITED},
         (0.2, 16),
     ),
     "version 1, docker --cpus 0.5: the path outside, the files at the root": (
         "4:cpu,cpuacct:/docker/4f\n3:memory:/docker/4f\n0::/docker/4f",
-        {
-            "cpu/cpu.cfs_quota_us": "50000",
-            "cpu/cpu.cfs_period_us": "100000",
-            "memory/memory.limit_in_bytes": str(8 * _MIB),
-        },
+        version_1("50000", str(8 * _MIB)),
         (0.5, 8),
     ),
-    "version 1 without limits": (
-        "4:cpu:/\n3:memory:/",
-        {
-            "cpu/cpu.cfs_quota_us": "-1",
-            "cpu/cpu.cfs_period_us": "100000",
-            "memory/memory.limit_in_bytes": _UNLIMITED,
-        },
-        None,
-    ),
+    "version 1 without limits": ("4:cpu:/\n3:memory:/", version_1("-1", _UNLIMITED), None),
     "no control groups": (None, {}, None),
 }
 
