@@ -114,6 +114,7 @@ def play_command(
     rows: Sequence[Mapping[str, Any]],
     says: Callable[[str], str],
     *args: str,
+    kind: Any = Resident,
     **settings: Any,
 ) -> tuple[RoundResult, list[Turn]]:
     """Play episodes of an agent in a process of its own, one for each row.
@@ -122,6 +123,7 @@ def play_command(
         rows: columns of each.
         says: what the model answers to a text.
         args, settings: of the agent, and of `EnvConfig`.
+        kind: how its processes live.
     """
     env = EnvConfig(command=command, args=args, **{"timeout_s": 300.0, **settings})
     tokenizer = tokenizer_with()
@@ -130,4 +132,4 @@ def play_command(
     def answers(turn: Turn) -> str:
         return says(tokenizer.decode(turn.tokens_T))
 
-    return play_round(Workflows(env, Resident), tokenizer, prompts, says=answers)
+    return play_round(Workflows(env, kind), tokenizer, prompts, says=answers)

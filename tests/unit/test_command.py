@@ -4,20 +4,16 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets
-from r3.config import EnvConfig
-from r3.envs import Command, Resident, Workflows, command
+from r3.envs import Command, Resident, command
 from r3.rollout import EnvironmentFailed, RoundResult
 from tests.errors import Patch
-from tests.rounds import numbered, play_round
+from tests.rounds import play_command
 from tests.runs import soon
 from tests.sources import ROOT
 from tests.talkers import WITHOUT_CLIENT, values
@@ -60,13 +56,11 @@ def play(
     file = folder / "agent.py"
     lines = "".join(f"        {line}\n" for line in rest.strip().splitlines())
     file.write_text(agent + lines if stays else AGENT + rest)
-    env = {"timeout_s": 60.0, **env}
-    name = f"{file}:{stays}" if stays else str(file)
-    settings = EnvConfig(command=f"{sys.executable} -S {name}", **env)
-    rows = {n: replace(numbered(n), metadata={"level": n}) for n in range(prompts)}
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    args, env = env.pop("args", ()), {"timeout_s": 60.0, **env}
+    words = f"{sys.executable} -S {file}" + (f":{stays}" if stays else "")
+    rows = [{"level": number} for number in range(prompts)]
     kind = Resident if stays else Command
-    return play_round(Workflows(settings, kind), tokenizer, rows)[0]
+    return play_command(words, rows, lambda asked: "hello", *args, kind=kind, **env)[0]
 
 
 @pytest.mark.parametrize(
