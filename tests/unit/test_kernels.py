@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ pytestmark = [
 
 # Beside the environment's packages, not among them: vLLM's CPU build takes another path with it.
 TRITON = Path(sys.prefix) / "triton"
+DTYPES = ("float32", "bfloat16")
+Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[dict[str, Any]]]:
+def measured() -> dict[str, Rows]:
     return json.loads(run(TRITON_INTERPRET="1"))
 
 
@@ -36,16 +39,13 @@ def run(*words: str, **variables: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def compared(measured: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compared(measured: dict[str, Rows]) -> Rows:
     return measured["experts"]
 
 
-def test_kernels_equal_plain_torch_up_to_rounding(compared: list[dict[str, Any]]) -> None:
-    assert {(row["kernel"], row["dtype"]) for row in compared} == {
-        (kernel, dtype)
-        for kernel in ("weighted_swiglu", "weighted_swiglu_backward", "sum_rows")
-        for dtype in ("float32", "bfloat16")
-    }
+def test_kernels_equal_plain_torch_up_to_rounding(compared: Rows) -> None:
+    kernels = ("weighted_swiglu", "weighted_swiglu_backward", "sum_rows")
+    assert {(row["kernel"], row["dtype"]) for row in compared} == {*product(kernels, DTYPES)}
     for row in compared:
         # The exponential differs in its last bits (2^-23). Rarely that moves a result to the next
         # bfloat16, 2^-8 away.
@@ -53,12 +53,12 @@ def test_kernels_equal_plain_torch_up_to_rounding(compared: list[dict[str, Any]]
         assert max(row["errors"]) <= bound, row
 
 
-def test_sums_of_rows_have_the_same_bits_as_plain_torch(compared: list[dict[str, Any]]) -> None:
+def test_sums_of_rows_have_the_same_bits_as_plain_torch(compared: Rows) -> None:
     sums = [row["errors"] for row in compared if row["kernel"] == "sum_rows"]
     assert len(sums) == 8 and not any(error for errors in sums for error in errors)
 
 
-def test_mistakes_in_kernels_show(compared: list[dict[str, Any]]) -> None:
+def test_mistakes_in_kernels_show(compared: Rows) -> None:
     for row in compared:
         if row["kernel"] != "sum_rows" and row["size"][0]:
             assert max(row["wrong"]) > 0.1, row
@@ -67,13 +67,11 @@ def test_mistakes_in_kernels_show(compared: list[dict[str, Any]]) -> None:
 
 
 def test_sums_and_gradients_of_logits_are_as_exact_as_those_of_plain_torch(
-    measured: dict[str, list[dict[str, Any]]],
+    measured: dict[str, Rows],
 ) -> None:
     rows = measured["output layer"]
     names = ("sums", "gradient", "gradient with entropy", "gradient in halves")
-    assert sorted({(row["case"], row["dtype"]) for row in rows}) == sorted(
-        (name, dtype) for name in names for dtype in ("float32", "bfloat16")
-    )
+    assert {(row["case"], row["dtype"]) for row in rows} == {*product(names, DTYPES)}
     for row in rows:
         # z is at most 190, rounded to 2^-17 in float32, and so is the logarithm of a probability.
         bound = 4 * 2**-17
@@ -88,15 +86,10 @@ def test_sums_and_gradients_of_logits_are_as_exact_as_those_of_plain_torch(
         assert row["wrong"] > 0.1 or not row["size"][2], row
 
 
-def test_norms_and_rotations_are_as_exact_as_plain_torch(
-    measured: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_norms_and_rotations_are_as_exact_as_plain_torch(measured: dict[str, Rows]) -> None:
     rows = measured["rows"]
-    assert {(row["kernel"], row["dtype"]) for row in rows} == {
-        (kernel, dtype)
-        for kernel in ("norm", "norm_backward", "turn")
-        for dtype in ("float32", "bfloat16")
-    }
+    kernels = ("norm", "norm_backward", "turn")
+    assert {(row["kernel"], row["dtype"]) for row in rows} == {*product(kernels, DTYPES)}
     for row in rows:
         # In bfloat16 the interpreter cuts off what a GPU rounds: 2^-7, at most twice.
         more = 1e-7 if row["dtype"] == "float32" else 2**-7
