@@ -253,14 +253,9 @@ def compile_all() -> dict[str, int]:
             if one and kind == "fp32":
                 continue  # what a number is does not depend on the type
             given = constants | ({"count": 1} if one and "count" in kernel.arg_names else {})
-            signature = {
-                argument: "constexpr"
-                if argument in given
-                else f"*{kind}"
-                if types[argument] == "*"
-                else types[argument]
-                for argument in kernel.arg_names
-            }
+            own = {argument: f"*{kind}" for argument, each in types.items() if each == "*"}
+            known = types | own | dict.fromkeys(given, "constexpr")
+            signature = {argument: known[argument] for argument in kernel.arg_names}
             if constants.get("halves"):
                 signature["out"] = "*bf16"
             source = ASTSource(fn=kernel, signature=signature, constexprs=given)

@@ -216,12 +216,14 @@ def test_a_missing_file_is_named_once_with_its_folder(tmp_path: Path, capsys: Ca
     assert f"relative paths begin at {tmp_path}, where the run starts" in message
 
 
-def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from r3.config import with_values\n"
-        "from r3.configs.tiny import tiny\n"
-        "def small(): return with_values(tiny(), {'parallel.ep': 1, 'train.lr': 1e-5})\n"
-    )
+def write_preset(name: str, values: dict[str, Any]) -> None:
+    """Write a function that gives the settings of tiny with some changed."""
+    imported = "from r3.config import with_values\nfrom r3.configs.tiny import tiny\n"
+    Path("mine.py").write_text(f"{imported}def {name}(): return with_values(tiny(), {values})\n")
+
+
+def test_a_python_function_is_a_preset() -> None:
+    write_preset("small", {"parallel.ep": 1, "train.lr": 1e-5})
     invocation = cli.parse(["mine.py:small", "--train.seed", "2"])
     assert (invocation.config.train.lr, invocation.config.log.dir) == (1e-5, "runs/small")
     expected = ("mine.py:small with 1 difference", "  train.seed = 2 (mine.py:small: 0)")
@@ -280,10 +282,7 @@ def test_a_preset_that_contradicts_a_setting_is_refused_with_a_flag(
 def test_a_default_that_ends_a_contradiction_is_the_flag_to_add(capsys: Capsys) -> None:
     message = refusal(capsys, "tiny", *ONE, "--eval.path", "", "--checkpoint.keep_best", "eval/a/b")
     assert "or add --checkpoint" not in message, "the user's own setting"
-    Path("mine.py").write_text(
-        "from r3.config import with_values\nfrom r3.configs.tiny import tiny\n"
-        "def f(): return with_values(tiny(), {'checkpoint.keep_best': 'eval/heldout/accuracy'})\n"
-    )
+    write_preset("f", {"checkpoint.keep_best": "eval/heldout/accuracy"})
     message = refusal(capsys, "mine.py:f", *ONE, "--eval.path", "")
     assert "(set by mine.py:f)" in message and "; or add --checkpoint.keep_best ''" in message
 
