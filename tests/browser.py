@@ -11,6 +11,7 @@ import httpx
 
 _FLAGS = (
     "--headless",
+    "--window-size=1280,900",
     "--no-sandbox",  # CI runs as root
     "--disable-gpu",
     "--disable-dev-shm-usage",  # containers have a small /dev/shm
@@ -37,6 +38,11 @@ class Browser:
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script returns; its arguments are `arguments[0]`, ..."""
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
+
+    def values(self, selector: str, value: str) -> list[Any]:
+        """The value of each element, of an expression of `e`."""
+        script = f"return [...document.querySelectorAll(arguments[0])].map((e) => {value})"
+        return list(self.run(script, selector))
 
     def click(self, selector: str) -> None:
         """Scroll to an element and click on it; an element that another one covers is an error."""
@@ -90,7 +96,7 @@ def why_absent() -> str:
 
 
 @contextmanager
-def chromium(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[Browser]:
+def chromium(profile: Path) -> Iterator[Browser]:
     """A browser with an empty profile in the folder `profile`; ended on every way out."""
     driver = subprocess.Popen(
         ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -103,9 +109,7 @@ def chromium(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
         with httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False
         ) as client:
-            options = {
-                "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-            }
+            options = {"args": [*_FLAGS, f"--user-data-dir={profile}"]}
             wanted = {
                 "browserName": "chrome",
                 "goog:chromeOptions": options,

@@ -9,18 +9,11 @@ ROOT = Path(__file__).resolve().parents[1]
 Complaints = Iterator[tuple[int, str]]  # line, what is wrong
 
 
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, in the order of the source."""
-    for child in ast.iter_child_nodes(tree):
-        yield child
-        yield from nodes(child)
-
-
 def imports(file: PurePosixPath, tree: ast.Module) -> Complaints:
     """Line and full name of everything imported, `from a import b` as a.b, and literal arguments of
     import_module.
     """
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

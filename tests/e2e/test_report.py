@@ -7,13 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from r3.run import RunDir
 from tests.browser import Browser, chromium, why_absent
-from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
+from tests.run_folder import GROUPS, SAMPLES, save_scores, write_run
 from tests.runs import program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
@@ -24,23 +21,12 @@ def report(*words: object) -> subprocess.CompletedProcess[str]:
     return program(sys.executable, "-m", "r3.report", *words)
 
 
-def save_scores(run: Path) -> None:
-    """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came
-    from.
-    """
-    arrays = load_file(run / "rollouts" / "step_000001.safetensors")
-    live = arrays["routed_experts"].copy()
-    live[5] = (live[5] + 1) % EXPERTS  # row 5 of the first rollout predicted its token 6
-    shifted = arrays["logprobs"] + np.float32(0.5) * arrays["loss_mask"]
-    save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a run with replay and of one without."""
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder / "with_replay"), write_run(folder / "live", replay="off", steps=2)]
-    save_scores(runs[0])
+    save_scores(runs[0], 5)  # this row of the first rollout predicted its token 6
     done = report(*runs, "-o", folder / "report.html")
     assert done.returncode == 0, done.stderr
     assert "2 run(s)" in done.stdout
@@ -69,19 +55,13 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
     assert "replay.mode" in browser.text("#settings")
     assert "balanced" in browser.text("#ledger") and "not balanced" not in browser.text("#ledger")
     assert "Without captured routes: live." in browser.text("#ledger")
-    drawn = browser.run(
-        "return [...document.querySelectorAll('.plot')]"
-        ".filter((each) => !each.querySelector('svg.main-svg')).length"
-    )
-    assert drawn == 0, "plots without a drawing"
+    assert browser.count(".plot:not(:has(svg.main-svg))") == 0, "plots without a drawing"
     boxes = {"#agreement": 1, "#load-strip": 1, "#load": 2, "#time": 2, "#memory": 2}
     for box, expected in boxes.items():
         assert (
             browser.count(f"{box} .heatmaplayer, {box} .barlayer, {box} .scatterlayer") >= expected
         ), box
-    titles = browser.run(
-        "return [...document.querySelectorAll('.chart h4')].map((each) => each.textContent)"
-    )
+    titles = browser.values(".chart h4", "e.textContent")
     assert {"Reward", "Held-out accuracy", "Entropy", "k3 with and without replay"} <= set(titles)
     assert "env/tool_calls" in titles, "what the user's environment reports"
     assert "The same in every step" in browser.text("#routing"), (
@@ -101,28 +81,26 @@ def test_a_run_can_be_hidden(browser: Browser) -> None:
 
 @needs_browser
 def test_list_is_filtered_sorted_and_searched(browser: Browser) -> None:
-    rewards = (
-        "return [...document.querySelectorAll('.row .reward')].map((e) => Number(e.textContent))"
-    )
-    assert len(browser.run(rewards)) == GROUPS * SAMPLES
+    rewards = (".row .reward", "Number(e.textContent)")
+    assert len(browser.values(*rewards)) == GROUPS * SAMPLES
     browser.choose("#order", "reward, highest first")
-    assert browser.run(rewards) == [1] * GROUPS + [0] * (GROUPS * (SAMPLES - 1))
+    assert browser.values(*rewards) == [1] * GROUPS + [0] * (GROUPS * (SAMPLES - 1))
     browser.choose("#reward", "mean or less")
-    assert set(browser.run(rewards)) == {0}
+    assert set(browser.values(*rewards)) == {0}
     browser.choose("#finish", "length")
-    assert len(browser.run(rewards)) == GROUPS, "one sample of each group was cut"
+    assert len(browser.values(*rewards)) == GROUPS, "one sample of each group was cut"
     browser.choose("#reward", "any")
     browser.choose("#finish", "any")
     browser.type("#search", "1+2=3")
-    assert len(browser.run(rewards)) == GROUPS, "the third sample of each group"
+    assert len(browser.values(*rewards)) == GROUPS, "the third sample of each group"
     browser.run(
         "const s = document.getElementById('search');"
         "s.value = ''; s.dispatchEvent(new Event('input'))"
     )
     browser.click("#only-prompt")
-    assert len(browser.run(rewards)) == SAMPLES
+    assert len(browser.values(*rewards)) == SAMPLES
     browser.click("#all-prompts")
-    assert len(browser.run(rewards)) == GROUPS * SAMPLES
+    assert len(browser.values(*rewards)) == GROUPS * SAMPLES
 
 
 @needs_browser
@@ -131,31 +109,22 @@ def test_samples_of_a_group_are_compared_word_by_word(browser: Browser) -> None:
     browser.click(".row:nth-child(1)")
     browser.click("#view-compare")
     # "1+0=1 #### 1" against "1+3=4 #### 4", the sample whose reward is farthest away.
-    assert browser.run(
-        "return [...document.querySelectorAll('.pair del')].map((e) => e.textContent)"
-    ) == ["0", "1", "1"]
-    assert browser.run(
-        "return [...document.querySelectorAll('.pair ins')].map((e) => e.textContent)"
-    ) == ["3", "4", "4"]
+    assert browser.values(".pair del", "e.textContent") == ["0", "1", "1"]
+    assert browser.values(".pair ins", "e.textContent") == ["3", "4", "4"]
     browser.choose("#other", "sample 1, reward 0")
     assert browser.count(".pair ins") == 3
 
 
-COLOURS = (
-    "return [...document.querySelectorAll('.tokens span.s')].map((e) => e.style.backgroundColor)"
-)
-DISABLED = (
-    "return [...document.querySelectorAll('#colour option')]"
-    ".filter((e) => e.disabled).map((e) => e.value)"
-)
+COLOURS = (".tokens span.s", "e.style.backgroundColor")
+DISABLED = ("#colour option:disabled", "e.value")
 
 
 @needs_browser
 def test_a_conversation_has_roles_tool_calls_and_rewards_per_turn(browser: Browser) -> None:
     browser.click(f".row:nth-child({SAMPLES + 2})")  # the second sample of group 1
     browser.click("#view-conversation")
-    roles = "return [...document.querySelectorAll('.message')].map((e) => e.classList[1])"
-    assert browser.run(roles) == ["user", "assistant", "tool", "assistant", "reference"]
+    roles = browser.values(".message", "e.classList[1]")
+    assert roles == ["user", "assistant", "tool", "assistant", "reference"]
     assert browser.text(".message.user pre") == "Question 1?"
     assert browser.text(".message pre.call") == 'calc({"expression": "1+1"})'
     assert browser.text(".message.reference pre") == "#### 1"
@@ -169,10 +138,10 @@ def test_tokens_are_coloured_and_what_is_not_in_the_dump_is_said(browser: Browse
     browser.click("#view-tokens")
     assert browser.count(".tokens span") == 11 and browser.count(".tokens span.s") == 5
     browser.choose("#colour", "advantage")
-    (advantage,) = set(browser.run(COLOURS))
+    (advantage,) = set(browser.values(*COLOURS))
     browser.choose("#colour", "log-probability when sampled")
-    assert len(set(browser.run(COLOURS))) > 1 and advantage not in browser.run(COLOURS)
-    assert browser.run(DISABLED) == ["difference", "disagreement"]
+    assert len(set(browser.values(*COLOURS))) > 1 and advantage not in browser.values(*COLOURS)
+    assert browser.values(*DISABLED) == ["difference", "disagreement"]
     assert "are not in this dump" in browser.text("#detail")
     browser.choose("#dump", "step 3, heldout (evaluation)")
     assert "Evaluation dumps hold text, not tokens" in browser.text("#detail")
@@ -184,11 +153,11 @@ def test_saved_scores_give_two_more_colourings(browser: Browser) -> None:
     browser.choose("#dump", "step 1, training")
     browser.click(".row:nth-child(1)")
     browser.click("#view-tokens")
-    assert browser.run(DISABLED) == []
+    assert browser.values(*DISABLED) == []
     browser.choose("#colour", "log-probability: policy \u2212 engine")
-    assert len(set(browser.run(COLOURS))) == 1, "every difference is 0.5"
+    assert len(set(browser.values(*COLOURS))) == 1, "every difference is 0.5"
     browser.choose("#colour", "routing disagreement")
-    first, *others = browser.run(COLOURS)
+    first, *others = browser.values(*COLOURS)
     assert others == ["rgb(255, 255, 255)"] * 3 and first not in others
     assert browser.errors() == []
 

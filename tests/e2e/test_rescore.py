@@ -219,27 +219,24 @@ def test_engine_decodes_the_dump_again(
 def test_adapters_are_merged_into_the_weights_once(
     version: int, kept: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    run_dir = RunDir(tmp_path)
-    lora = {"rank": 4, "start": "/adapter"}
-    write_text(run_dir.config, to_yaml(tiny_config(lora=lora, model={"base": "int8"})))
-    sampled = replace(rollout(0, 0), policy_version=version)
-    write_rollouts(run_dir, version + 1, [unscored(sampled)])
+    sampled, lora = replace(rollout(0, 0), policy_version=version), {"rank": 4, "start": "/adapter"}
+    write_dump(tmp_path, version + 1, sampled, lora=lora, model={"base": "int8"})
     if kept:
         shutil.copytree(TINY_MOE, tmp_path / kept / f"step_{version:06d}")
     found = flatten(parse([str(tmp_path), "--step", str(version + 1)]).config)
     assert {name: found[name] for name in settings} == settings
 
 
-def unscored(rollout: Rollout) -> TrainedSample:
-    return TrainedSample(rollout=rollout, shaped_reward=0.0, advantage=0.0)
+def write_dump(folder: Path, step: int, dumped: Rollout, **sections: dict[str, Any]) -> None:
+    """The folder of a run with these settings, which has dumped one rollout in one step."""
+    write_text(RunDir(folder).config, to_yaml(tiny_config(**sections)))
+    sample = TrainedSample(rollout=dumped, shaped_reward=0.0, advantage=0.0)
+    write_rollouts(RunDir(folder), step, [sample])
 
 
 def test_rollouts_of_several_versions_are_refused(tmp_path: Path) -> None:
     """Also if all of them began with the same weights."""
-    run_dir = RunDir(tmp_path)
-    write_text(run_dir.config, to_yaml(tiny_config()))
-    resumed = replace(rollout(0, 0), segments=((6, 0), (8, 1)))
-    write_rollouts(run_dir, 2, [unscored(resumed)])
+    write_dump(tmp_path, 2, replace(rollout(0, 0), segments=((6, 0), (8, 1))))
     with pytest.raises(ConfigError, match=r"several versions of the policy, \[0, 1\]"):
         parse([str(tmp_path), "--step", "2"])
 
@@ -249,9 +246,7 @@ def test_dumps_whose_masks_are_not_there_are_refused(
     rollout_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """They are of an older version of R3, which replayed none."""
-    run_dir = RunDir(tmp_path)
-    write_text(run_dir.config, to_yaml(tiny_config(rollout=rollout_settings)))
-    write_rollouts(run_dir, 1, [unscored(replace(rollout(0, 4), policy_version=0))])
+    write_dump(tmp_path, 1, replace(rollout(0, 4), policy_version=0), rollout=rollout_settings)
     with pytest.raises(ConfigError) as caught:
         parse([str(tmp_path), "--step", "1", "--engine"])
     assert "--step = 1: was sampled with rollout.top_p or top_k and has no" in str(caught.value)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 import pytest
 from packaging.requirements import Requirement
 
-from tests.sources import ROOT, Complaints, imports, nodes
+from tests.sources import ROOT, Complaints, imports
 
 
 def text_files() -> Iterator[tuple[str, str]]:
@@ -110,7 +110,7 @@ MAX_TEST_NAME = 70
 
 def complaints_about_tests(file: PurePosixPath, tree: ast.Module) -> Complaints:
     """A test's name is short; no module imports a test module, or cases of another folder."""
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             if len(node.name) > MAX_TEST_NAME:
                 yield node.lineno, f"{node.name} has {len(node.name)} characters"

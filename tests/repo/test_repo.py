@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.sources import ROOT, Complaints, imports, nodes
+from tests.sources import ROOT, Complaints, imports
 
 SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
 
@@ -143,7 +143,7 @@ def device_words_stay_inside(file: PurePosixPath, tree: ast.Module) -> Complaint
     """Only device.py, tensors.py and the stand-ins on CPU say cuda or nccl."""
     if file.parts[0] == "configs" or str(file) in DEVICE_FILES:
         return
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("cuda", "nccl"):
             yield node.lineno, f"says {ast.unparse(node)}"
         if isinstance(node, ast.Constant) and re.fullmatch(r"(cuda|nccl)(:\d+)?", str(node.value)):
@@ -166,7 +166,7 @@ def catches_are_narrow(file: PurePosixPath, tree: ast.Module) -> Complaints:
             "BaseException",
         )
 
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
             if any(map(is_wide, node.args)):
                 yield node.lineno, "suppresses every exception"
@@ -199,11 +199,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def name_of(rule: Rule) -> str:
-    return rule.__name__
-
-
-@pytest.mark.parametrize("rule", RULES, ids=name_of)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule: Rule) -> None:
     found = []
     for path in SOURCES:
