@@ -77,22 +77,19 @@ class Nodes:
         self, folder: Path, *flags: str, ranks: int = 1, program: tuple[str, ...] = ("train.py",)
     ) -> list[Attempt]:
         """Start a run with so many ranks on each node, or another program with its settings."""
-        return [self._launch(number, ranks, folder, *flags, program=program) for number in (0, 1)]
-
-    def _launch(
-        self, number: int, ranks_here: int, folder: Path, *flags: str, program: tuple[str, ...]
-    ) -> Attempt:
-        place = f"{PLACE}={self._first[number].pid}:net,uts,mnt"
-        nodes = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks_here))
+        nodes = ("--nnodes", "2", "--nproc_per_node", str(ranks))
         address = ("--master_addr", _ADDRESS.format(1), "--master_port", str(_PORT))
-        return launch(
-            folder,
-            *flags,
-            prefix=("env", "GLOO_SOCKET_IFNAME=eth0", place),
-            ranks=(*nodes, *address),
-            program=program,
-            is_warm=True,
-        )
+        return [
+            launch(
+                folder,
+                *flags,
+                prefix=("env", "GLOO_SOCKET_IFNAME=eth0", f"{PLACE}={first.pid}:net,uts,mnt"),
+                ranks=(*nodes, "--node_rank", str(number), *address),
+                program=program,
+                is_warm=True,
+            )
+            for number, first in enumerate(self._first)
+        ]
 
 
 @contextmanager

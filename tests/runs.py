@@ -1,10 +1,8 @@
 """Runs of `train.py` as a user starts them, for tests that look at what they leave."""
 
-import contextlib
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,9 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import psutil
-import pytest
 
 from r3.metrics import explain
 from r3.run import read_jsonl
@@ -32,72 +27,14 @@ def is_wall_clock(key: str) -> bool:
     return key.startswith(("time/", "memory/")) or key.endswith("tokens_per_s")
 
 
-def start(
-    log_dir: Path,
-    *flags: str,
-    preset: str = "tiny-smoke",
-    ranks: int = 2,
-    launcher: tuple[str, ...] = (),
-    prefix: tuple[str, ...] = (),
-    is_forked: bool = True,
-    is_warm: bool = False,
-) -> subprocess.Popen[str]:
-    """Start a run in its own process group; its output goes to a pipe.
-
-    Args:
-        launcher: further flags of torchrun.
-        prefix: a command that runs torchrun.
-        is_forked: whether ranks are forked, for a quicker start, or are programs that torchrun
-            starts.
-        is_warm: whether the launcher of forked ranks is forked too (`tests.warm`). Such a run can
-            be killed, and gets no other signals.
-    """
-    environment = os.environ | QUIET_THREADS
-    if "--max_restarts" in launcher:
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
-    command = [*_launcher(ranks, is_forked=is_forked, is_warm=is_warm), *launcher]
-    command += ["train.py", preset, "--log.dir", str(log_dir), "--data.path", FEW_ROWS]
+def run(log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2) -> str:
+    """Run to the end, which must be a good one; returns what was printed."""
+    command = ["train.py", preset, "--log.dir", str(log_dir), "--data.path", FEW_ROWS]
     if not any(flag.startswith("--eval.") for flag in flags):
         command += ["--eval.max_prompts", "32"]  # of 256, before and after the steps
-    command += flags
-    return subprocess.Popen(
-        [*prefix, *command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def kill(process: subprocess.Popen[str]) -> str:
-    """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was
-    printed.
-    """
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for process_of_run in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process_of_run.send_signal(signal.SIGKILL)
-    psutil.wait_procs(family, timeout=10)
-    return process.communicate()[0]
-
-
-def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
-    """Wait for a run and return what it printed; a run that hangs is killed, and fails the test."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"not done after {timeout_s:.0f} s\n{kill(process)[-4000:]}")
-    return output
-
-
-def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
-    """Run to the end, which must be a good one."""
-    process = start(log_dir, *flags, **{"is_warm": True, **kwargs})  # type: ignore[arg-type]
-    output = finish(process)
-    assert process.returncode == 0, output[-4000:]
-    return output
+    done = torchrun(ranks, *command, *flags)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
 
 
 def soon(condition: Callable[[], object], within_s: float = 20.0) -> bool:
@@ -124,6 +61,16 @@ def dumped(log_dir: Path, step: int = 1, *, kind: str = "rollouts") -> list[dict
 
 def timeless(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key == "step" or not is_wall_clock(key)}
+
+
+def timeless_rows(log_dir: Path) -> list[dict[str, float]]:
+    return [timeless(row) for row in rows_of(log_dir)]
+
+
+def require_replayed(row: Mapping[str, float], more_than: int = 0) -> None:
+    """Require that all routes of a step were captured, and that the policy's routers used them."""
+    counts = [row[f"routing/rows_{name}"] for name in ("expected", "captured", "replayed")]
+    assert min(counts) == max(counts) > more_than and row["routing/coverage"] == 1, counts
 
 
 def without_last_checkpoint(log_dir: Path, step: int) -> None:
@@ -159,16 +106,11 @@ def program(
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks, with the root of the repository as its folder.
 
-    Without a GPU, launcher and ranks are forked (`tests.warm`).
+    Without a GPU, launcher and ranks are forked (`tests.warm`). CUDA does not survive a fork.
     """
-    words = (*_launcher(ranks, is_forked=True, is_warm=True), *command)
-    return program(*words, env=QUIET_THREADS, timeout_s=180, together=True)
-
-
-def _launcher(ranks: int, *, is_forked: bool, is_warm: bool) -> list[str]:
-    """The words that start ranks, before those of their program. CUDA does not survive a fork."""
-    if not is_forked or has_gpu():
-        words = [sys.executable, "-m", "torch.distributed.run"]
+    if has_gpu():
+        launcher = (sys.executable, "-m", "torch.distributed.run")
     else:
-        words = [interpreter() if is_warm else sys.executable, "-m", "tests.forked_ranks"]
-    return [*words, "--standalone", "--nproc_per_node", str(ranks)]
+        launcher = (interpreter(), "-m", "tests.forked_ranks")
+    words = (*launcher, "--standalone", "--nproc_per_node", ranks, *command)
+    return program(*words, env=QUIET_THREADS, together=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.runs import QUIET_THREADS, program, rows_of
+from tests.runs import QUIET_THREADS, program, rows_of, soon
 from tests.warm import interpreter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large]
@@ -150,11 +149,7 @@ def test_ranks_end_with_the_program_that_called(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    rows = tmp_path / "killed" / "metrics.jsonl"
-    for _ in range(2400):
-        if rows.exists():
-            break
-        time.sleep(0.1)
+    assert soon((tmp_path / "killed" / "metrics.jsonl").exists, 240.0)
     started = psutil.Process(program.pid).children(recursive=True)
     assert len(started) >= 3  # launcher, torchrun, rank
     program.kill()

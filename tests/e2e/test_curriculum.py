@@ -11,7 +11,7 @@ import pytest
 
 from r3 import assets
 from r3.tools import read_rollouts
-from tests.runs import rows_of, run, timeless, without_last_checkpoint, words
+from tests.runs import rows_of, run, timeless_rows, without_last_checkpoint, words
 
 pytestmark = pytest.mark.e2e
 
@@ -38,11 +38,10 @@ def test_a_curriculum_resumes_bit_for_bit_and_counts_its_rows(tmp_path: Path) ->
     assert sum(row["curriculum/taken_back"] for row in found) > 0
     assert output.count("prompts are rows that data.curriculum holds back") == 1
 
-    killed = tmp_path / "killed"
-    shutil.copytree(whole, killed, symlinks=True)
+    killed = shutil.copytree(whole, tmp_path / "killed", symlinks=True)
     without_last_checkpoint(killed, 6)
     run(killed, *flags)
-    assert list(map(timeless, rows_of(killed))) == list(map(timeless, found))
+    assert timeless_rows(killed) == timeless_rows(whole)
     states = [
         json.loads((folder / "checkpoints/step_000006/curriculum.json").read_text())
         for folder in (whole, killed)
@@ -95,8 +94,7 @@ def test_sources_with_four_environments_resume_bit_for_bit(tmp_path: Path) -> No
     whole = tmp_path / "whole"
     output = run(whole, *flags, preset="tiny-tools")
     assert f"single_turn and calculator and {code}:Guess and {code}:Agent" in output
-    found = rows_of(whole)
-    for row in found:
+    for row in rows_of(whole):
         # Float32 on both sides: a row of routes that is shifted or another sample's leaves 1e-3.
         assert row["mismatch/k3"] < 1e-9
         assert [row[f"source/{name}.jsonl/samples"] for name in names] == [8.0, 4.0, 4.0, 4.0]
@@ -114,8 +112,7 @@ def test_sources_with_four_environments_resume_bit_for_bit(tmp_path: Path) -> No
         "Which" in m["content"] for name in names[:2] for each in said[name] for m in each
     )
 
-    killed = tmp_path / "killed"
-    shutil.copytree(whole, killed, symlinks=True)
+    killed = shutil.copytree(whole, tmp_path / "killed", symlinks=True)
     without_last_checkpoint(killed, 4)
     run(killed, *flags, preset="tiny-tools")
-    assert list(map(timeless, rows_of(killed))) == list(map(timeless, found))
+    assert timeless_rows(killed) == timeless_rows(whole)

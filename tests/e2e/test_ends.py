@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from r3 import assets
-from tests.runs import finish, program, rows_of, run, start, timeless, words
+from tests.faults.attempts import launch
+from tests.runs import program, rows_of, run, timeless_rows, words
 from tests.warm import interpreter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
@@ -50,25 +50,22 @@ def test_a_resumed_run_of_several_epochs_is_the_same_bit_for_bit(
 ) -> None:
     """The first attempt loses run.json, and cannot write samples of evaluations."""
     folder = tmp_path / "resumed"
-    process = start(folder, *TRAINED, "--train.steps", "3", ranks=1, is_warm=True)
-    while not (folder / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.02)
+    ranks = ("--standalone", "--nproc_per_node", "1")
+    flags = (*TRAINED, "--train.steps", "3")
+    attempt = launch(folder, *flags, ranks=ranks, base=(), is_warm=True)
+    attempt.wait_for_rows(1)
     (folder / "run.json").unlink()
     (folder / "eval").rename(tmp_path / "eval")
     (folder / "eval").write_text("a file")
-    output = finish(process)
-    assert process.returncode == 0, output[-4000:]
-    assert "samples of heldout after step 3 not written: " in output
-    assert "checkpoint of step 3 not written" not in output
+    attempt.end_with(0)
+    assert "samples of heldout after step 3 not written: " in attempt.text
+    assert "checkpoint of step 3 not written" not in attempt.text
     (folder / "eval").unlink()
     (folder / "run.json").unlink()
     output = run_alone(folder, *TRAINED, "--train.steps", "4")
     assert "run.json is missing" in output and "is damaged" not in output
     assert "after step 3" in output
-    assert [timeless(row) for row in rows_of(folder)] == [
-        timeless(row) for row in rows_of(straight)
-    ]
+    assert timeless_rows(folder) == timeless_rows(straight)
     assert weights(folder / "hf" / "step_000004") == weights(straight / "hf" / "step_000004")
     # Both kept the best checkpoint, although the runs saved after other steps.
     assert best_of(folder) == best_of(straight)

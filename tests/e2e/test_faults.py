@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -13,12 +12,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from r3.run import REQUEUE
 from r3.runtime.device import free_port
 from r3.tools.beside.watchdog import ENDS_RANK
-from tests.faults.attempts import launch, newest_checkpoint, rows_written
-from tests.faults.disk import FullDisk, HeldDisk, own_disk
-from tests.runs import finish, kill, program, rows_of, start, timeless
+from tests.faults.attempts import (
+    failing_reward,
+    flip_bit,
+    launch,
+    newest_checkpoint,
+    rows_written,
+)
+from tests.faults.disk import HeldDisk, fill_and_empty, own_disk
+from tests.runs import program, rows_of, timeless_rows
 from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
@@ -29,15 +33,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.large, pytest.mark.timeout(900)]
 # One rank costs half of what two do; that all ranks learn of the disk of one is in tests/ranks.
 ONE_RANK = ("--standalone", "--nproc_per_node", "1")
 ALONE = ("--parallel.ep", "1")
-
-
-def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) -> None:
-    """Wait until a run has written so many rows of metrics."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 270
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= rows):
-        assert process.poll() is None, process.communicate()[0][-4000:]
-        assert time.monotonic() < deadline, kill(process)[-4000:]
-        time.sleep(0.05)
+# Ranks that torchrun itself starts, as programs of their own.
+OF_TORCHRUN = {
+    "launcher": ("-m", "torch.distributed.run"),
+    "ranks": ("--standalone", "--nproc_per_node", "2"),
+}
 
 
 def second_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -61,9 +61,9 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
     flags += ("--rollout.prompts_per_step", "4", "--data.path", FEW_ROWS)
-    process = start(folder, *flags, is_forked=False)
-    wait_for_row(process, folder, rows=2)
-    ranks = psutil.Process(process.pid).children(recursive=True)
+    attempt = launch(folder, *flags, **OF_TORCHRUN)
+    attempt.wait_for_rows(2)
+    ranks = attempt.family()[1:]
     for rank in ranks:
         rank.suspend()  # a living run that writes nothing, so that any change is the second start's
     try:
@@ -73,9 +73,9 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     finally:
         for rank in ranks:
             rank.resume()
-    next(rank for rank in ranks if rank.environ().get("RANK") == "1").send_signal(signal.SIGTERM)
-    output = finish(process)
-    assert process.returncode != 0
+    attempt.rank(1).send_signal(signal.SIGTERM)
+    assert attempt.end() != 0
+    output = attempt.text
     step = int(output.partition("stopped by SIGTERM after step ")[2].partition(";")[0])
     given = dict(folder=folder, flags=flags, second=second, before=before, after=after)
     return SimpleNamespace(**given, output=output, step=step)
@@ -101,22 +101,18 @@ def test_signal_to_a_rank_stops_both_after_the_step(signalled: SimpleNamespace) 
 def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: SimpleNamespace) -> None:
     """The run goes on beside a wrong bit in its newest checkpoint; then the launcher is killed."""
     folder, step = signalled.folder, signalled.step
-    rows = rows_of(folder)[:step]
+    rows = timeless_rows(folder)[:step]
     shard = folder / "checkpoints" / f"step_{step:06d}" / "__1_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    process = start(folder, *signalled.flags, is_forked=False)
-    wait_for_row(process, folder, rows=step + 1)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
+    flip_bit(shard)
+    attempt = launch(folder, *signalled.flags, **OF_TORCHRUN)
+    attempt.wait_for_rows(step + 1)
+    ranks = attempt.family()[1:]
+    attempt.process.kill()
     gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, f"{len(gone)} processes ended with their launcher, not {alive}"
-    output = process.communicate()[0]
-    assert f"step_{step:06d} is damaged: __1_0.distcp has other content" in output
-    assert f"step_{step - 1:06d} after step {step - 1}" in output
-    again = [timeless(row) for row in rows_of(folder)[:step]]
-    assert again == [timeless(row) for row in rows], "the step is made again as it was"
+    assert f"step_{step:06d} is damaged: __1_0.distcp has other content" in attempt.text
+    assert f"step_{step - 1:06d} after step {step - 1}" in attempt.text
+    assert timeless_rows(folder)[:step] == rows, "the step is made again as it was"
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
@@ -137,18 +133,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """
     tmp_path = tmp_path_factory.mktemp("hung")
     folder, armed, failed = tmp_path / "run", tmp_path / "armed", tmp_path / "failed"
-    reward = tmp_path / "fails.py"
-    reward.write_text(
-        "from pathlib import Path\n"
-        "def fails(response, prompt):\n"
-        f"    if Path({str(armed)!r}).exists():\n"
-        f"        rows = Path({str(folder / 'metrics.jsonl')!r}).read_text().count('\\n')\n"
-        "        if rows >= 5:\n"
-        f"            Path({str(failed)!r}).touch()\n"
-        "            raise RuntimeError('no step 6')\n"
-        "    return float(len(response) % 7)\n"
-    )
-    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
+    flags = failing_reward(folder, 6, armed)
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--train.steps", "20")
     flags += ("--rollout.prompts_per_step", "4")
     limits = ("--debug.stall_s", "5", "--debug.kill_after_s", "15")
@@ -157,13 +142,13 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     try:
         attempt.wait_for_rows(5)
         attempt.rank(1).suspend()
-        before = [timeless(row) for row in rows_of(folder)[:5]]
+        before = timeless_rows(folder)[:5]
         partial = (folder / "checkpoints" / ".step_000004.partial").is_dir()
         kept = newest_checkpoint(folder)
         attempt.wait_for("a restart", lambda: "resuming from" in attempt.text)
         armed.touch()
         attempt.wait_for("a failure", failed.exists)
-        after = [timeless(row) for row in rows_of(folder)]
+        after = timeless_rows(folder)
         time.sleep(2)  # a rank that did not wait for its save would be gone
         waited = attempt.process.poll() is None and newest_checkpoint(folder) == kept
         disk.let_go()
@@ -207,27 +192,14 @@ def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
 
 def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
     """A reward function that always fails in step 2, and a launcher that would try four times."""
-    folder, reward = tmp_path / "run", tmp_path / "fails.py"
-    reward.write_text(
-        "from pathlib import Path\n"
-        "def fails(response, prompt):\n"
-        f"    if Path({str(folder / 'metrics.jsonl')!r}).exists():\n"
-        "        raise RuntimeError('no step 2')\n"
-        "    return float(len(response) % 7)\n"
-    )
-    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0", "--eval.path", "")
-    flags += ("--rollout.prompts_per_step", "4")
-    process = start(
-        folder,
-        *(*flags, "--checkpoint.every", "1", "--parallel.ep", "1", "--train.steps", "3"),
-        ranks=1,
-        launcher=("--max_restarts", "3"),
-        is_warm=True,
-    )
-    output = finish(process)
-    assert process.returncode != 0
-    attempts, said, rest = output.partition("step 2 failed twice in a row. The run stops here")
-    assert said and attempts.count("RewardError on rank 0") == 2
+    folder = tmp_path / "run"
+    flags = (*failing_reward(folder, step=2), "--rollout.prompts_per_step", "4")
+    flags += ("--train.steps", "3")
+    attempt = launch(folder, *flags, *ALONE, ranks=ONE_RANK, restarts=3, is_warm=True)
+    assert attempt.end() != 0
+    said = "step 2 failed twice in a row. The run stops here"
+    attempts, found, rest = attempt.text.partition(said)
+    assert found and attempts.count("RewardError on rank 0") == 2
     assert "no step 2" in rest.partition("Traceback")[2], "the error is shown once more"
     assert [row["step"] for row in rows_of(folder)] == [1]
 
@@ -243,18 +215,8 @@ def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
         attempt = launch(
             disk.folder, *flags, *ALONE, prefix=disk.prefix, ranks=ONE_RANK, is_warm=True
         )
-        try:
-            full = FullDisk(attempt, disk)
-            attempt.wait_for("row 1", lambda: rows_written(disk.inside) >= 1)
-            full.fill_until_said("not written: ", "no space: a checkpoint needs ", "tries again")
-            rows = rows_written(disk.inside)
-            attempt.wait_for("a further row", lambda: rows_written(disk.inside) > rows)
-            full.empty()
-            attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
-            attempt.launcher.send_signal(signal.SIGTERM)
-            assert attempt.end() == REQUEUE, attempt.text[-4000:]
-        finally:
-            attempt.kill()
+        texts = ("not written: ", "no space: a checkpoint needs ", "tries again")
+        fill_and_empty(attempt, disk, *texts)
 
 
 def test_full_disk_stops_the_export_and_the_checkpoint_remains(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import precision_cases as cases
-from tests.runs import rows_of, run, timeless, words
+from tests.runs import run, timeless_rows, words
 from tests.tiny import embedded
 from tests.world import run_rows
 
@@ -49,7 +49,7 @@ def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
         said = run(folder, *flags)
         assert "policy bfloat16, engine bfloat16, head float32, deterministic kernels" in said
 
-    one, other = ([timeless(row) for row in rows_of(folder)] for folder in folders)
+    one, other = map(timeless_rows, folders)
     assert one == other  # losses, norms, rewards, mismatch: every digit
     assert one[0] != one[1] and min(one[0]["mismatch/k3"], one[0]["optim/grad_norm"]) > 0
     for name in ("rollouts/step_000001", "rollouts/step_000002", "hf/step_000002/model"):

@@ -17,6 +17,7 @@ import pytest
 
 from tests.pages import ROOT
 from tests.rounds import play_command
+from tests.runs import program, soon
 from tests.tiny import rewards_of
 
 pytestmark = pytest.mark.e2e
@@ -44,8 +45,7 @@ def shell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def alive(marker: str) -> str:
-    done = subprocess.run(["pgrep", "-f", marker], capture_output=True, text=True, check=False)
-    return done.stdout
+    return program("pgrep", "-f", marker).stdout
 
 
 def test_a_fix_earns_one_and_an_edit_a_tenth(shell: Any) -> None:
@@ -130,15 +130,10 @@ with Repository({row()!r}, isolation()) as found:
     if agent.stdout.readline() != "unshare\n":
         os.killpg(agent.pid, signal.SIGKILL)
         pytest.skip("no user namespaces here")
-    until = time.monotonic() + 60
-    while len(alive(marker).split()) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert soon(lambda: len(alive(marker).split()) >= 2, 60.0)
     os.killpg(agent.pid, signal.SIGKILL)  # as R3 ends the group of an agent
     agent.wait()
-    while alive(marker) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(marker)
+    assert soon(lambda: not alive(marker), 60.0)
 
 
 @pytest.mark.large

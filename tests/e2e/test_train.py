@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,9 @@ from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
 from r3.run import read_jsonl
 from r3.tools import read_rollouts
-from tests.runs import dumped, kill, program, rows_of, run, start, timeless, words
+from tests.faults.attempts import launch, rows_written
+from tests.runs import dumped, program, require_replayed, rows_of, run, timeless_rows, words
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -47,13 +48,7 @@ def test_model_learns_with_replayed_routes(straight: Path) -> None:
     # 256 questions five times over.
     assert rows[-1]["eval/heldout/accuracy"] >= rows[0]["eval/heldout/accuracy"] + 0.15
     for row in rows[1:]:
-        assert row["routing/coverage"] == 1.0
-        assert (
-            row["routing/rows_replayed"]
-            == row["routing/rows_captured"]
-            == row["routing/rows_expected"]
-            > 1000
-        )
+        require_replayed(row, more_than=1000)
         assert row["routing/rows_live"] == row["routing/rows_last_token"]
         # float32 on both sides: near ties flip once in ten thousand slots at most.
         assert row["routing/agreement"] > 0.999
@@ -104,23 +99,15 @@ def test_expert_load_is_that_of_the_dumped_routes(straight: Path) -> None:
 
 def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    process = start(folder, *FLAGS, is_warm=True)
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 270
     saved = folder / "checkpoints" / "step_000004"
-    while not (saved.exists() and len(metrics.read_text().splitlines()) > 5):
-        assert process.poll() is None and time.monotonic() < deadline, (
-            "the run ended before it could be killed"
-        )
-        time.sleep(0.02)
-    kill(process)
+    attempt = launch(folder, *FLAGS, base=("--data.path", FEW_ROWS), is_warm=True)
+    attempt.wait_for("step 5", lambda: saved.exists() and rows_written(folder) > 5)
+    attempt.kill()
     assert not (folder / "checkpoints" / "step_000006").exists(), "killed too late to show anything"
 
     output = run(folder, *FLAGS)
     assert "resuming from" in output and "after step 4" in output
-    assert [timeless(row) for row in rows_of(folder)] == [
-        timeless(row) for row in rows_of(straight)
-    ]
+    assert timeless_rows(folder) == timeless_rows(straight)
 
 
 def test_export_scores_the_same_in_transformers(straight: Path) -> None:

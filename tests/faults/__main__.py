@@ -59,13 +59,19 @@ def main(argv: Sequence[str]) -> int:
             signal.signal(number, lambda *_: None)
     until = time.monotonic() + 60 * given.minutes
     root = Path(tempfile.mkdtemp(prefix="r3-faults-"))
-    if given.kills:
-        code = _kills(given.kills, given.seed, given.first, root, until)
-    elif given.soak:
-        code = _soak(given.soak, given.seed, given.first, root, until)
-    else:
-        chosen = [fault for fault in TABLE if fault.name in given.rows]
-        code = _table(chosen, root, until)
+    how = {"first": given.first, "until": until}
+    try:
+        if given.kills:
+            kills(given.kills, given.seed, root, **how, say=lambda line: print(line, flush=True))
+            code = 0
+        elif given.soak:
+            code = _soak(given.soak, given.seed, root, **how)
+        else:
+            chosen = [fault for fault in TABLE if fault.name in given.rows]
+            code = _table(chosen, root, until)
+    except Unexpected as error:
+        print(error, file=sys.stderr)
+        code = 1
     if code:
         print(f"what the runs left: {root}", file=sys.stderr)
     else:
@@ -73,27 +79,14 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _kills(count: int, seed: int, first: int, root: Path, until: float) -> int:
-    try:
-        kills(count, seed, root, first=first, until=until, say=lambda line: print(line, flush=True))
-    except Unexpected as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _soak(count: int, seed: int, first: int, root: Path, until: float) -> int:
+def _soak(count: int, seed: int, root: Path, *, first: int, until: float) -> int:
     said: list[str] = []
 
     def say(line: str) -> None:
         said.append(line)
         print(line, flush=True)
 
-    try:
-        soak(count, seed, root, first=first, until=until, say=say)
-    except Unexpected as error:
-        print(error, file=sys.stderr)
-        return 1
+    soak(count, seed, root, first=first, until=until, say=say)
     lines = [f"`python -m tests.faults --soak {count} --seed {seed}` {_when()}:"]
     wrapped = [textwrap.fill(line, 100, subsequent_indent="  ") for line in said]
     _write_section("\n".join([*lines, "", "```text", *wrapped, "```"]))

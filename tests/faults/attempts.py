@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from r3.runtime.device import has_gpu
-from tests.runs import QUIET_THREADS, rows_of, timeless
+from tests.runs import QUIET_THREADS, timeless_rows
 from tests.tiny import FEW_ROWS
 from tests.warm import PID_FILE, interpreter
 from tests.world import ROOT
@@ -139,6 +139,7 @@ def launch(
     preset: str = "tiny-smoke",
     restarts: int = 0,
     prefix: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = LAUNCHER,
     ranks: tuple[str, ...] = ("--check", "--standalone", "--nproc_per_node", "2"),
     program: tuple[str, ...] = ("train.py",),
     is_warm: bool = False,
@@ -149,6 +150,7 @@ def launch(
     Args:
         restarts: how often the launcher may start failed ranks again.
         prefix: a command that runs the launcher.
+        launcher: the program that starts the ranks.
         ranks: where the ranks are, for the launcher.
         program: what every rank runs, with the settings of the run.
         is_warm: whether the launcher is forked (`tests.warm`).
@@ -161,7 +163,7 @@ def launch(
     variables = {"R3_FAULTS": str(folder)} | ({PID_FILE: str(pid_file)} if pid_file else {})
     command = [
         *prefix,
-        *(interpreter() if is_warm else sys.executable, *LAUNCHER, *ranks),
+        *(interpreter() if is_warm else sys.executable, *launcher, *ranks),
         *("--max_restarts", str(restarts)),
         *(*program, preset, "--log.dir", str(folder)),
         *base,
@@ -200,6 +202,33 @@ def newest_checkpoint(folder: Path) -> int:
     return max(steps, default=0)
 
 
+def flip_bit(path: Path, position: int | None = None, bit: int = 1) -> None:
+    """Flip a bit of a file, in the byte at its middle unless a position is given."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= bit
+    path.write_bytes(content)
+
+
+def failing_reward(folder: Path, step: int, armed: Path = ROOT) -> tuple[str, ...]:
+    """Flags of a reward function that always fails in a step; its file is beside the folder.
+
+    Args:
+        armed: it fails only if this exists, and then leaves a file `failed` beside the folder.
+    """
+    file, metrics = folder.with_name("fails.py"), folder / "metrics.jsonl"
+    file.write_text(
+        "from pathlib import Path\n"
+        "def fails(response, prompt):\n"
+        f"    metrics = Path({str(metrics)!r})\n"
+        "    done = metrics.read_text().count('\\n') if metrics.exists() else 0\n"
+        f"    if done >= {step - 1} and Path({str(armed)!r}).exists():\n"
+        f"        Path({str(folder.with_name('failed'))!r}).touch()\n"
+        f"        raise RuntimeError('no step {step}')\n"
+        "    return float(len(response) % 7)\n"
+    )
+    return ("--reward.function", f"{file}:fails", "--reward.retries", "0")
+
+
 def require_equal(folder: Path, straight: Path) -> None:
     """Raise Unexpected unless a run came to the weights and rows of an undisturbed one.
 
@@ -207,7 +236,7 @@ def require_equal(folder: Path, straight: Path) -> None:
     """
     if not (folder / "metrics.jsonl").exists():
         raise Unexpected(f"{folder} has no metrics.jsonl but {sorted(folder.iterdir())}")
-    mine, theirs = ([timeless(row) for row in rows_of(each)] for each in (folder, straight))
+    mine, theirs = timeless_rows(folder), timeless_rows(straight)
     if mine != theirs:
         steps = [row["step"] for row in mine]
         keys = {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from r3.run import REQUEUE
 from r3.runtime.device import has_gpu
-from tests.faults.attempts import Attempt
+from tests.faults.attempts import Attempt, newest_checkpoint, rows_written
 from tests.warm import PLACE
 
 _PIECE = bytes(1 << 16)
@@ -62,35 +64,35 @@ def own_disk(folder: Path, size: str) -> Iterator[OwnDisk | None]:
             keeper.kill()
 
 
-class FullDisk:
-    """Keeps the disk of a living run full until `empty`."""
+def fill_and_empty(attempt: Attempt, disk: OwnDisk, *texts: str) -> None:
+    """Keep the disk of a run full until it has printed these texts and made a further step; then
+    make room until it has saved, and end it by a signal.
 
-    def __init__(self, attempt: Attempt, disk: OwnDisk) -> None:
-        self._inside = disk.inside
-        self._attempt = attempt
-        self._ballast = self._inside / "ballast"
+    A save in flight holds space that it frees when it fails, so one large file is not enough.
+    """
+    ballast = disk.inside / "ballast"
 
-    def fill_until_said(self, *texts: str) -> None:
-        """Fill the disk again and again until the run has printed all of these texts.
-
-        A save in flight holds space that it frees when it fails, so one large file is not enough.
-        """
-
-        def said() -> bool:
-            self._fill()
-            return all(text in self._attempt.text for text in texts)
-
-        self._attempt.wait_for(f"{texts}", said)
-
-    def empty(self) -> None:
-        """Make room again."""
-        self._ballast.unlink()
-
-    def _fill(self) -> None:
-        with suppress(OSError), self._ballast.open("ab", buffering=0) as ballast:
-            while shutil.disk_usage(self._inside).free > _MOST_FREE:
-                if os.write(ballast.fileno(), _PIECE) < len(_PIECE):
+    def fill() -> None:
+        with suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while shutil.disk_usage(disk.inside).free > _MOST_FREE:
+                if os.write(file.fileno(), _PIECE) < len(_PIECE):
                     return
+
+    def said() -> bool:
+        fill()
+        return all(text in attempt.text for text in texts)
+
+    try:
+        attempt.wait_for("row 1", lambda: rows_written(disk.inside) >= 1)
+        attempt.wait_for(f"{texts}", said)
+        rows = rows_written(disk.inside)
+        attempt.wait_for("a further row", lambda: rows_written(disk.inside) > rows)
+        ballast.unlink()
+        attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
+        attempt.launcher.send_signal(signal.SIGTERM)
+        attempt.end_with(REQUEUE)
+    finally:
+        attempt.kill()
 
 
 class HeldDisk:

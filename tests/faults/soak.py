@@ -25,6 +25,7 @@ from tests.faults.attempts import (
     Attempt,
     Unexpected,
     finish,
+    flip_bit,
     launch,
     newest_checkpoint,
     require_equal,
@@ -54,34 +55,6 @@ class Ended:
         )
 
 
-def _kill_rank(attempt: Attempt, chance: random.Random) -> None:
-    attempt.rank(chance.randrange(2)).kill()
-
-
-def _kill_launcher(attempt: Attempt, chance: random.Random) -> None:
-    attempt.process.kill()
-
-
-def _signal_rank(attempt: Attempt, chance: random.Random) -> None:
-    attempt.rank(chance.randrange(2)).send_signal(signal.SIGUSR1)
-
-
-def _signal_launcher(attempt: Attempt, chance: random.Random) -> None:
-    attempt.process.send_signal(signal.SIGTERM)
-
-
-def _stop_rank(attempt: Attempt, chance: random.Random) -> None:
-    attempt.rank(chance.randrange(2)).suspend()
-
-
-def _hang_reward(attempt: Attempt, chance: random.Random) -> None:
-    Path(f"{attempt.folder}.regex.{chance.randrange(2)}").touch()
-
-
-def _hang_up(attempt: Attempt, chance: random.Random) -> None:
-    attempt.process.send_signal(signal.SIGHUP)
-
-
 def _interrupt_twice(attempt: Attempt, chance: random.Random) -> None:
     attempt.process.send_signal(signal.SIGINT)
     time.sleep(chance.uniform(0.1, 2.0))
@@ -105,19 +78,21 @@ def _flip_bit(attempt: Attempt, chance: random.Random) -> None:
         folder = attempt.folder / "checkpoints" / f"step_{step:06d}"
         files = sorted(file for file in folder.iterdir() if file.stat().st_size)
         file = chance.choice(files)
-        content = bytearray(file.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        file.write_bytes(content)
+        flip_bit(file, chance.randrange(file.stat().st_size), 1 << chance.randrange(8))
 
 
-FAULTS: dict[str, Callable[[Attempt, random.Random], None]] = {
-    "SIGKILL of a rank": _kill_rank,
-    "SIGKILL of the launcher": _kill_launcher,
-    "SIGUSR1 to a rank": _signal_rank,
-    "SIGTERM to the launcher": _signal_launcher,
-    "SIGSTOP of a rank": _stop_rank,
-    "a regular expression without end in the reward function of a rank": _hang_reward,
-    "SIGHUP to the launcher": _hang_up,
+FAULTS: dict[str, Callable[[Attempt, random.Random], object]] = {
+    "SIGKILL of a rank": lambda attempt, chance: attempt.rank(chance.randrange(2)).kill(),
+    "SIGKILL of the launcher": lambda attempt, chance: attempt.process.kill(),
+    "SIGUSR1 to a rank": lambda attempt, chance: attempt.rank(chance.randrange(2)).send_signal(
+        signal.SIGUSR1
+    ),
+    "SIGTERM to the launcher": lambda attempt, chance: attempt.process.send_signal(signal.SIGTERM),
+    "SIGSTOP of a rank": lambda attempt, chance: attempt.rank(chance.randrange(2)).suspend(),
+    "a regular expression without end in the reward function of a rank": lambda attempt, chance: (
+        Path(f"{attempt.folder}.regex.{chance.randrange(2)}").touch()
+    ),
+    "SIGHUP to the launcher": lambda attempt, chance: attempt.process.send_signal(signal.SIGHUP),
     "Ctrl-C twice": _interrupt_twice,
     "SIGSTOP of all, SIGCONT": _pause,
     "one bit of the newest checkpoint": _flip_bit,

@@ -19,13 +19,15 @@ from tests.faults.attempts import (
     REWARD,
     Attempt,
     Unexpected,
+    failing_reward,
     finish,
+    flip_bit,
     launch,
     newest_checkpoint,
     require_equal,
     rows_written,
 )
-from tests.faults.disk import FullDisk, own_disk
+from tests.faults.disk import fill_and_empty, own_disk
 from tests.nodes import no_nodes, two_nodes
 from tests.runs import QUIET_THREADS, rows_of
 from tests.slurm.cluster import cluster, missing
@@ -282,7 +284,7 @@ def _silent(place: Place, shell: str) -> Outcome:
 
 @_fault("bit", "one bit of a shard of the newest checkpoint flips")
 def _bit_flipped(place: Place) -> Outcome:
-    return _damaged(place, lambda folder: _flip(folder / "__1_0.distcp"))
+    return _damaged(place, lambda folder: flip_bit(folder / "__1_0.distcp"))
 
 
 @_fault("missing", "a file of the newest checkpoint is missing")
@@ -297,12 +299,6 @@ def _other_step(place: Place) -> Outcome:
         shutil.copyfile(older / "__0_0.distcp", folder / "__0_0.distcp")
 
     return _damaged(place, swap)
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def _damaged(place: Place, damage: Callable[[Path], None]) -> Outcome:
@@ -338,19 +334,7 @@ def _second_start(place: Place) -> Outcome:
 @_fault("same-failure", "one step fails again and again, `MAX_RESTARTS=3`")
 def _same_failure(place: Place) -> Outcome:
     """A reward function that fails whenever step 3 is reached."""
-    reward = place.folder.with_name("fails.py")
-    metrics = place.folder / "metrics.jsonl"
-    reward.write_text(
-        "from pathlib import Path\n"
-        "def fails(response, prompt):\n"
-        f"    metrics = Path({str(metrics)!r})\n"
-        "    done = metrics.read_text().count('\\n') if metrics.exists() else 0\n"
-        "    if done >= 2:\n"
-        "        raise RuntimeError('no step 3')\n"
-        "    return float(len(response) % 7)\n"
-    )
-    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
-    attempt = launch(place.folder, *flags, restarts=3)
+    attempt = launch(place.folder, *failing_reward(place.folder, step=3), restarts=3)
     if not attempt.end():
         raise attempt.unexpected("a run that cannot pass step 3 ended well")
     failures = attempt.text.partition("failed twice")[0].count("RewardError on rank")
@@ -368,17 +352,7 @@ def _disk_full(place: Place) -> Outcome:
         if disk is None:
             raise Skip("this system does not let a user mount a file system")
         attempt = launch(disk.folder, *flags, prefix=disk.prefix, is_warm=True)
-        try:
-            full = FullDisk(attempt, disk)
-            attempt.wait_for("row 1", lambda: rows_written(disk.inside) >= 1)
-            full.fill_until_said("no space: a checkpoint needs")
-            rows = rows_written(disk.inside)
-            full.empty()
-            attempt.wait_for("a checkpoint", lambda: newest_checkpoint(disk.inside) > rows)
-            attempt.launcher.send_signal(signal.SIGTERM)
-            attempt.end_with(75)
-        finally:
-            attempt.kill()
+        fill_and_empty(attempt, disk, "no space: a checkpoint needs")
     seen = _line(attempt.text, "not written: ", "no space: a checkpoint needs")
     seen = seen.replace(f"{disk.folder}/", "RUN_DIR/")
     return Outcome(seen, "nothing", "the run goes on; the save succeeds when there is room")

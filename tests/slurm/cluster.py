@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.world import ROOT
+from tests.runs import program
 
 _SCRIPT = Path(__file__).with_name("mini.sh")
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
@@ -38,19 +37,12 @@ class Cluster:
             environment: variables of its jobs.
             limit_s: how long `wait` waits, in seconds.
         """
-        self.folder, self._limit_s = folder, limit_s
-        self._environment = os.environ | environment
+        self.folder, self._environment, self._limit_s = folder, environment, limit_s
 
     def call(self, verb: str, *arguments: str) -> str:
         """Run a verb of mini.sh; returns what it printed."""
-        done = subprocess.run(
-            [str(_SCRIPT), verb, str(self.folder), *arguments],
-            cwd=ROOT,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command = (_SCRIPT, verb, self.folder, *arguments)
+        done = program(*command, env=self._environment, timeout_s=60)
         assert done.returncode == 0, f"{verb} {arguments}: {done.stdout}{done.stderr}"
         return done.stdout
 
