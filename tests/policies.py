@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3 import extras
 from r3.algo.advantage import Reward, advantages_of, less_kl
@@ -18,6 +19,7 @@ from r3.algo.packing import with_advantages
 from r3.config import Config
 from r3.layers import local_tokens
 from r3.metrics import Mean, mismatch
+from r3.models import read_small_files
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.policy import (
     NONE_MADE,
@@ -32,7 +34,7 @@ from r3.policy.weight_slots import Slot
 from r3.run import Checkpointer, RunState
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.sync import PackingSpec, distribute
+from r3.sync import PackingSpec, WeightStream, distribute, export
 from r3.tools.planning.sync import planned_shards
 from r3.types import Batch, Rollout, Sample, Update
 from r3.user_code import advantage_of
@@ -46,6 +48,13 @@ def build(device: Device, config: Config) -> tuple[Mesh, Policy]:
     """The mesh and the policy of a config."""
     mesh = build_mesh(device, config.parallel)
     return mesh, policy_of(device, mesh, config)
+
+
+def build_with_batch(device: Device, config: Config, **how: Any) -> tuple[Mesh, Policy, Batch]:
+    """The same, and one batch of `batches_of`."""
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape, **how)
+    return mesh, policy, batch
 
 
 def experts_as_on_cuda(kind: str) -> str:
@@ -114,6 +123,39 @@ def train_step(
     train_on(policy, batches, passes, config, step=step, report=report)
 
 
+class Parts:
+    """Parts of metrics that a step reports.
+
+    Attributes:
+        by_name: the parts of each metric.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[Any]] = {}
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Add a part of each of these."""
+        for name, part in metrics.items():
+            self.by_name.setdefault(name, []).append(part)
+
+    def row(self) -> dict[str, float]:
+        """The value of each metric."""
+        return {name: type(some[0]).reduce(some) for name, some in self.by_name.items()}
+
+
+def watch_scores(policy: Policy) -> list[tuple[str, int]]:
+    """Mode and number of micro-batches of each pass that will score."""
+    scored: list[tuple[str, int]] = []
+    real = policy.score
+
+    def counting(micro_batches: Any, **rest: Any) -> Any:
+        scored.append((rest["mode"], len(micro_batches)))
+        return real(micro_batches, **rest)
+
+    policy.score = counting  # type: ignore[method-assign]  # the real one, counted
+    return scored
+
+
 @dataclass
 class Part:
     """A part of a run that has these files in checkpoints."""
@@ -173,6 +215,25 @@ def require_planned(policy: Policy) -> None:
     }
     sizes = {slot.name: slot.tensor.element_size() for slot in policy.slots}
     assert sizes == {each.name: each.item_size for each in planned}
+
+
+def weights_of(policy: Policy) -> list[torch.Tensor]:
+    """Copies of the tensors of this rank."""
+    return [slot.tensor.clone() for slot in policy.slots]
+
+
+def zero_gradients(policy: Policy) -> None:
+    """Begin an update, as the policy does."""
+    for chunk in policy.wrapped:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+
+
+def export_policy(folder: Path, stream: WeightStream, policy: Policy) -> None:
+    """Write the policy beside the small files of its starting model. All ranks must call."""
+    small_files = read_small_files(policy.config.model.path)
+    where = (folder, stream, policy, policy.device, policy.mesh)
+    export(*where, small_files=small_files, metadata={})
 
 
 def samples_of(mesh: Mesh, rollouts: Sequence[Rollout]) -> list[Sample]:
@@ -258,10 +319,7 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
 
     An independent implementation of attention, packing and log-probabilities.
     """
-
-    for chunk in policy.wrapped:
-        chunk.zero_grad_buffer()
-    policy.optimizer.zero_grad()
+    zero_gradients(policy)
     total = 0.0
     with policy.replay.schedule("replay", training=True):
         for micro_batch in batch:
@@ -308,6 +366,12 @@ def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tens
     return padded.flatten(0, 1)
 
 
+def routing_map(routes_NK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Whether a token goes to an expert [N, E]. A row of -1 names the first one."""
+    ids_NK = routes_NK.long().clamp(min=0)
+    return torch.zeros(len(ids_NK), num_experts, dtype=torch.bool).scatter(1, ids_NK, True)
+
+
 def in_backward() -> bool:
     """Whether this runs inside a backward pass, as recomputation does."""
     return torch._C._current_graph_task_id() != -1
@@ -341,6 +405,19 @@ def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, l
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Watched(TorchDispatchMode):
+    """Shows each operation inside to `see(func, args, result)`."""
+
+    def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(func, args, result)
+        return result
 
 
 def tensors_with(sizes: Sequence[int]) -> list[str]:

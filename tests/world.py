@@ -2,9 +2,9 @@
 time.
 
 A case is a module-level function `case(device, **arguments)` in a module under `tests`. It returns
-JSON values or namespaces of them; `run_world` returns the ranks' results in order. A dataclass
-arrives as a namespace, a tuple as a list. Processes that outlive the limit are killed with
-everything they started, and their output is shown.
+JSON values or namespaces of them; `run_world` returns the ranks' results in order. A tuple
+arrives as a list. Processes that outlive the limit are killed with everything they started, and
+their output is shown.
 
 Importing torch, Megatron and vLLM takes a process 5 to 8 s. So ranks are forked from processes that
 have imported them and done nothing else (`tests.warm`); there are two, so that ranks differ in the
@@ -18,7 +18,6 @@ import select
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -38,8 +37,8 @@ T = TypeVar("T")
 
 
 def _told(value: Any) -> dict[str, Any]:
-    """A namespace or a dataclass as JSON."""
-    assert isinstance(value, SimpleNamespace) or is_dataclass(value), type(value)
+    """A namespace as JSON."""
+    assert isinstance(value, SimpleNamespace), type(value)
     return {"namespace": vars(value)}
 
 

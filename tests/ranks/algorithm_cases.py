@@ -21,7 +21,7 @@ from r3.runtime.mesh import Mesh, build_mesh
 from r3.sync import PackingSpec, distribute, pack_for
 from r3.types import Batch, MicroBatch, Sample
 from tests.pages import ROOT
-from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
+from tests.policies import LENGTHS, build_with_batch, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 
@@ -126,8 +126,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> Sim
         algo={"advantage": "dr_grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
         train={"lr": 1e-2},
     )
-    mesh, policy = build(device, config)
-    (batch,) = batches_of(mesh, policy.shape)
+    mesh, policy, batch = build_with_batch(device, config)
     one_update(policy, batch, total_updates=1)  # away from the reference
     old = policy.score(batch, mode="replay").logprobs
     with policy.reference_weights():

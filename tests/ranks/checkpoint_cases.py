@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import resource
@@ -41,9 +40,11 @@ from r3.run import (
 )
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
+from r3.types import Batch
 from tests.errors import message_of
+from tests.faults.attempts import flip_bit
 from tests.policies import batches_of, build, one_update, save_checkpoint
-from tests.tiny import tiny_config
+from tests.tiny import edit_json, tiny_config
 
 
 class Executed:
@@ -56,13 +57,6 @@ class Executed:
         return open, (self.path, "w")
 
 
-def flip_bit(path: Path, position: int) -> None:
-    """Flip one bit of a file."""
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x40
-    path.write_bytes(content)
-
-
 def swap(one: Path, other: Path) -> None:
     """Exchange two files."""
     aside = one.with_name("aside")
@@ -71,9 +65,11 @@ def swap(one: Path, other: Path) -> None:
     aside.rename(other)
 
 
-def edit(path: Path, **values: Any) -> None:
-    """Change values in a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def first(device: Device, action: Callable[..., object], *arguments: Any) -> None:
+    """Let rank 0 do something while the others wait. All ranks must call."""
+    if device.rank == 0:
+        action(*arguments)
+    dist.barrier()
 
 
 def forge(folder: Path, name: str, content: bytes, at: int = 0) -> None:
@@ -120,7 +116,7 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
         shutil.rmtree(new),
         shutil.copytree(old, new),
     ),
-    "optimizer step edited": lambda new, old: edit(new / "r3.json", optimizer_step=7),
+    "optimizer step edited": lambda new, old: edit_json(new / "r3.json", optimizer_step=7),
     "random state truncated": lambda new, old: os.truncate(new / "random_00000.json", 100),
     "r3.json a list": lambda new, old: (new / "r3.json").write_text("[]"),
     "r3.json with a step alone": lambda new, old: (new / "r3.json").write_text('{"step": 2}'),
@@ -160,8 +156,7 @@ def damaged(device: Device, *, out: str) -> SimpleNamespace:
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
     state = RunState.new("0123456789abcdef")
-    if device.rank == 0:
-        state.write(whole.path)
+    first(device, state.write, whole.path)
     for step in (1, 2):
         one_update(policy, batch, total_updates=4)
         save_checkpoint(whole.checkpoints, policy, device, mesh, step=step, state=state)
@@ -169,30 +164,22 @@ def damaged(device: Device, *, out: str) -> SimpleNamespace:
     updates = 0
     for name, damage in DAMAGE.items():
         run_dir = copy_of(whole, Path(out) / name.replace(" ", "_"), device)
-        if device.rank == 0:
-            damage(run_dir.checkpoint(2), run_dir.checkpoint(1))
-        dist.barrier()
+        first(device, damage, run_dir.checkpoint(2), run_dir.checkpoint(1))
         resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
         if name == "bit of a moment":
             updates = loads(device, mesh, policy, run_dir)
     stop = with_values(tiny_config(parallel={"ep": 2}), {"checkpoint.on_damage": "stop"})
     run_dir = copy_of(whole, Path(out) / "stop", device)
-    if device.rank == 0:
-        flip_bit(run_dir.checkpoint(2) / "common.pt", 9)
-    dist.barrier()
+    first(device, flip_bit, run_dir.checkpoint(2) / "common.pt", 9)
     resumed["stop"] = resume(device, mesh, run_dir, stop)
-    if device.rank == 0:
-        flip_bit(run_dir.checkpoint(1) / "common.pt", 9)
-    dist.barrier()
+    first(device, flip_bit, run_dir.checkpoint(1) / "common.pt", 9)
     resumed["both damaged"] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
     return SimpleNamespace(resumed=resumed, updates=updates)
 
 
 def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
     """A copy of a run's folder, made by rank 0."""
-    if device.rank == 0:
-        shutil.copytree(whole.path, folder)
-    dist.barrier()
+    first(device, shutil.copytree, whole.path, folder)
     return RunDir(folder)
 
 
@@ -232,7 +219,7 @@ def refused(device: Device, *, out: str) -> SimpleNamespace:
     Returns:
         Results of the functions of these names.
     """
-    mesh, policy = trained(device)
+    mesh, policy, _ = trained(device)
     parts = device, mesh, policy
     return SimpleNamespace(
         code_in_metadata=code_in_metadata(*parts, Path(out) / "code"),
@@ -242,12 +229,12 @@ def refused(device: Device, *, out: str) -> SimpleNamespace:
     )
 
 
-def trained(device: Device) -> tuple[Mesh, Policy]:
-    """A policy after one update."""
+def trained(device: Device) -> tuple[Mesh, Policy, Batch]:
+    """A policy after one update, and the batch of it."""
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     one_update(policy, batch, total_updates=4)
-    return mesh, policy
+    return mesh, policy, batch
 
 
 def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleNamespace:
@@ -259,9 +246,7 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> S
     others = []
     for put in (lambda new: forge(new, "common.pt", program(new)), forge_program):
         folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
-        if device.rank == 0:
-            put(folder)
-        dist.barrier()
+        first(device, put, folder)
         refusals = (pickle.UnpicklingError, CheckpointException)
         others.append(
             message_of(partial(checkpoint.load_checkpoint, folder, policy, device, mesh), *refusals)
@@ -270,12 +255,7 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> S
         executed = (folder / "executed").exists()
         assert not executed, "a program in a checkpoint ran"
     folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
-    if device.rank == 0:
-        (folder / ".metadata").write_bytes(pickle.dumps(Executed(f"{out}/executed")))
-        files = dict(read_manifest(folder).files)
-        files[".metadata"] = measure(folder / ".metadata")
-        write_manifest(folder, run_id="", step=1, files=files)
-    dist.barrier()
+    first(device, forge, folder, ".metadata", pickle.dumps(Executed(f"{out}/executed")))
     load = message_of(lambda: checkpoint.load_checkpoint(folder, policy, device, mesh), ValueError)
     dist.barrier()
     (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
@@ -293,9 +273,7 @@ def suspended_conversations(
     files = state_dict(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
     save_checkpoint(run_dir.checkpoints, policy, device, mesh, step=1, files=files, state=writer)
     for name, reader in {"own": writer, "other": RunState.new("0123456789abcdef")}.items():
-        if device.rank == 0:
-            reader.write(run_dir.path)
-        dist.barrier()
+        first(device, reader.write, run_dir.path)
         resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
     return resumed
 
@@ -322,9 +300,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleN
     dist.barrier()  # rank 0 removes what it wrote
     remaining = sorted(path.name for path in folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if device.rank == 0:
-        (out / "file").write_text("")
-    dist.barrier()
+    first(device, (out / "file").touch)
     attempt("not a folder", out / "file")
     attempt("good", folder)
     return SimpleNamespace(saved=saved, remaining=remaining)
@@ -352,11 +328,8 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
         kept = tensor.clone()
         if device.rank == 1:
             tensor.view(-1)[0] = value
-        try:
-            save_checkpoint(out, policy, device, mesh, step=2)
-            message = "saved"
-        except UnsoundError as error:
-            message = str(error)
+        save = partial(save_checkpoint, out, policy, device, mesh, step=2)
+        message = message_of(save, UnsoundError)
         tensor.copy_(kept)
         remaining = sorted(path.name for path in out.iterdir())
         broken[name] = SimpleNamespace(message=message, remaining=remaining)
@@ -371,8 +344,7 @@ def beside(device: Device, *, out: str) -> str:
     Returns:
         What a full disk of the second rank raised.
     """
-    mesh, policy = trained(device)
-    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    mesh, policy, batch = trained(device)
     whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1)
     axis, gate = axis_beside(mesh.world, timeout_s=60), threading.Event()
     with Checkpointer(Path(out) / "beside") as beside, Checkpointer(Path(out) / "full") as other:

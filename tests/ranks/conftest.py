@@ -1,10 +1,16 @@
-"""The checkpoint that most tests of this folder use."""
+"""The checkpoints that most tests of this folder use."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.families import random_checkpoint
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen3-MoE: 3 layers, 16 experts top-4."""
+    return str(random_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from r3.runtime.device import Device
 from r3.sync import State
 from r3.types import MicroBatch, Rollout
 from tests.engines import World
-from tests.policies import figures_of, read_back
+from tests.policies import figures_of, read_back, routing_map
 from tests.tiny import tiny_config
 
 DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
@@ -53,15 +53,11 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
         dose = SimpleNamespace(figures=figures_of(scores), hits=[])
         if scores.ledger.counts is None:
             return dose
-        wrong = sum(
-            int(
-                (maps[layer][i] != _as_map(micro_batch, position, shape.num_experts))[
-                    micro_batch.captured_N
-                ].sum()
-            )
-            for position, layer in enumerate(shape.moe_layers)
-            for i, micro_batch in enumerate(micro_batches)
-        )
+        wrong = 0
+        for position, layer in enumerate(shape.moe_layers):
+            for micro_batch, used in zip(micro_batches, maps[layer], strict=True):
+                given = routing_map(micro_batch.routed_experts_NLK[:, position], shape.num_experts)
+                wrong += int((used != given)[micro_batch.captured_N].sum())
         agreed = scores.ledger.counts[:, 0].tolist()
         dose.rows, dose.agreed, dose.wrong = scores.ledger.rows[0], agreed, wrong
         return dose
@@ -115,11 +111,6 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> Simp
     )
 
 
-def _as_map(micro_batch: MicroBatch, position: int, experts: int) -> torch.Tensor:
-    routes_NK = micro_batch.routed_experts_NLK[:, position].long().clamp(min=0)
-    return torch.zeros(len(routes_NK), experts, dtype=torch.bool).scatter(1, routes_NK, True)
-
-
 def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
     """Choose the captured slots [captured, L] that a dose corrupts; doses contain smaller ones."""
     layers = micro_batch.routed_experts_NLK.shape[1]
@@ -167,10 +158,10 @@ def _runners_up(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[tor
         layers = []
         for position, layer in enumerate(policy.shape.moe_layers):
             logits_NE = seen[layer][i]
-            mine = _as_map(micro_batch, position, policy.shape.num_experts)
+            routes_NK = micro_batch.routed_experts_NLK[:, position].long()
+            mine = routing_map(routes_NK, policy.shape.num_experts)
             weakest = logits_NE.masked_fill(~mine, torch.inf).argmin(-1, keepdim=True)
             strongest_left = logits_NE.masked_fill(mine, -torch.inf).argmax(-1, keepdim=True)
-            routes_NK = micro_batch.routed_experts_NLK[:, position].long()
             layers.append(torch.where(routes_NK == weakest, strongest_left, routes_NK))
         swapped.append(torch.stack(layers, 1))
     return swapped

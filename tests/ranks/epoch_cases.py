@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +14,21 @@ from r3.policy import Policy
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
 from r3.types import Batch, MicroBatch
-from tests.policies import LENGTHS, batches_of, build, policy_of, step_rewards, train_step
+from tests.policies import (
+    LENGTHS,
+    Parts,
+    batches_of,
+    build,
+    policy_of,
+    step_rewards,
+    train_step,
+    watch_scores,
+    weights_of,
+    zero_gradients,
+)
 from tests.tiny import tiny_config
 
 _LR = 3e-3
-
-
-class Reported:
-    """What a step reports, and what its policy scores by mode."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.parts: dict[str, list[Any]] = {}
-        self.scored: dict[str, int] = {}
-        real = policy.score
-
-        def counting(micro_batches: Any, **rest: Any) -> Any:
-            mode = rest["mode"]
-            self.scored[mode] = self.scored.get(mode, 0) + len(micro_batches)
-            return real(micro_batches, **rest)
-
-        policy.score = counting  # type: ignore[method-assign]  # the real one, counted
-
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        for key, part in metrics.items():
-            self.parts.setdefault(key, []).append(part)
-
-    def row(self) -> dict[str, float]:
-        return {key: type(some[0]).reduce(some) for key, some in self.parts.items()}
 
 
 def epochs(
@@ -70,15 +58,15 @@ def epochs(
     )
     mesh, policy = build(device, config)
     batches = batches_of(mesh, policy.shape, num_updates=updates, micro_batch_tokens=96)
-    start = _weights(policy)
-    reported = Reported(policy)
-    train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
-    after = _weights(policy)
+    start = weights_of(policy)
+    scored, parts = watch_scores(policy), Parts()
+    train_step(policy, batches, config, rewards=_rewards(), report=parts.report)
+    after = weights_of(policy)
 
     def off_by(**how: Any) -> tuple[float, list[float]]:
         other = policy_of(device, mesh, config)
         clipped = by_hand(other, batches, mesh, config, **how)
-        return _distance(_weights(other), after), clipped
+        return _distance(weights_of(other), after), clipped
 
     same, clipped = off_by(count=count)
     return SimpleNamespace(
@@ -87,11 +75,11 @@ def epochs(
         off_by_once=off_by(count=1)[0],
         off_by_rescored=off_by(count=count, rescored=True)[0],
         off_by_live=off_by(count=count, live=True)[0],
-        scored=reported.scored.get("replay", 0),
+        scored=sum(number for mode, number in scored if mode == "replay"),
         of_first=len(batches[0]),
         of_step=sum(map(len, batches)),
         updates=policy.update_number,
-        row=reported.row(),
+        row=parts.row(),
         clipped=clipped,
     )
 
@@ -119,9 +107,7 @@ def by_hand(
             old = [policy.score(batch, mode="replay").logprobs for batch in batches]
         clipped = tokens_of_epoch = 0.0
         for number, batch in enumerate(batches):
-            for chunk in policy.wrapped:
-                chunk.zero_grad_buffer()
-            policy.optimizer.zero_grad()
+            zero_gradients(policy)
             clips: list[torch.Tensor] = []
 
             def loss_of(
@@ -157,10 +143,6 @@ def _rewards() -> list[Reward]:
     return step_rewards(numbers_R, numbers_R // 2)
 
 
-def _weights(policy: Policy) -> list[torch.Tensor]:
-    return [slot.tensor.clone() for slot in policy.slots]
-
-
 def _distance(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
@@ -173,7 +155,7 @@ def variants(
     Returns:
         A step of two epochs.
         way: largest change of a weight.
-        passes: micro-batches that were scored, divided by those of the step, by mode.
+        passes: mode, and micro-batches divided by those of the step, of each scoring pass.
         updates: that the policy counts.
         row: metrics.
     """
@@ -186,16 +168,16 @@ def variants(
         )
         policy = policy_of(device, mesh, config)
         batches = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-        start = _weights(policy)
-        reported = Reported(policy)
-        train_step(policy, batches, config, rewards=_rewards(), report=reported.report)
+        start = weights_of(policy)
+        scored, parts = watch_scores(policy), Parts()
+        train_step(policy, batches, config, rewards=_rewards(), report=parts.report)
         count = len(batches[0])
         found.append(
             SimpleNamespace(
-                way=_distance(start, _weights(policy)),
-                passes={mode: number / count for mode, number in reported.scored.items()},
+                way=_distance(start, weights_of(policy)),
+                passes=sorted((mode, number / count) for mode, number in scored),
                 updates=policy.update_number,
-                row=reported.row(),
+                row=parts.row(),
             )
         )
     return found

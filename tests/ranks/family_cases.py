@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.direct_weights import matrices
 from r3.layers import packed_params, zigzag_rows
-from r3.models import Experts, joined, read_small_files
+from r3.models import Experts, joined
 from r3.models.shape import ModelShape
 from r3.policy import Policy, chained
 from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
-from r3.sync import WeightStream, export
+from r3.sync import WeightStream
 from r3.types import MicroBatch
 from tests.families import as_ling, transformers_model
 from tests.policies import (
     batches_of,
     buffers_of,
+    export_policy,
     gathered,
     one_update,
     policy_of,
@@ -39,53 +41,39 @@ from tests.tiny import tiny_config
 LENGTHS = (33, 7, 64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contract:
-    """One checkpoint on one rank, against transformers.
+def contracts(
+    device: Device, *, folders: Mapping[str, str], out: str, parallel: dict[str, int]
+) -> dict[str, SimpleNamespace]:
+    """Try every checkpoint; with one rank a failure of one does not stop the others.
 
-    Attributes:
+    Returns:
+        One checkpoint on one rank, against transformers.
         error: traceback, if it failed.
         logits: largest difference of logits; on several stages or with divided sequences, of
             log-probabilities and entropies.
         gradients: largest relative difference of a gradient, see `differences`.
         grad_norm: relative difference of the gradient norm.
         round_trip: tensors that the export does not give back bit for bit.
+        decayed: tensors of the checkpoint with weight decay that are vectors, and matrices without.
+        The rest not on several stages or with divided sequences.
         layer_by_layer: the weight stream yields whole layers in order.
         shared: the buffers are in shared memory.
         router_gradients: largest gradient of every router.
         selective: gradients with selective recomputation have the same bits, or it was not tried:
             embeddings are tied, or there are several ranks.
-        decayed: tensors of the checkpoint with weight decay that are vectors, and matrices without.
     """
-
-    error: str = ""
-    logits: float = 0.0
-    gradients: float = 0.0
-    grad_norm: float = 0.0
-    round_trip: list[str] = field(default_factory=list)
-    layer_by_layer: bool = False
-    shared: bool = False
-    router_gradients: dict[str, float] = field(default_factory=dict)
-    num_moe_layers: int = 0
-    selective: bool = False
-    decayed: list[str] = field(default_factory=list)
-
-
-def contracts(
-    device: Device, *, folders: Mapping[str, str], out: str, parallel: dict[str, int]
-) -> dict[str, Contract]:
-    """Try every checkpoint; with one rank a failure of one does not stop the others."""
     mesh = build_mesh(device, tiny_config(parallel=parallel).parallel)
     found = {}
     for name, folder in folders.items():
         try:
             one = pipeline_contract if mesh.pp.size * mesh.cp.size > 1 else contract
             found[name] = one(device, mesh, folder, Path(out) / name, parallel)
+            found[name].error = ""
         except Exception:
             if mesh.world.size > 1:
                 # The other ranks wait in a collective.
                 raise
-            found[name] = Contract(error=traceback.format_exc()[-2000:])
+            found[name] = SimpleNamespace(error=traceback.format_exc()[-2000:])
     return found
 
 
@@ -105,17 +93,23 @@ def require_whole(stream: WeightStream, shape: ModelShape, mesh: Mesh) -> None:
     assert count == parts * mesh.ep.size * len(shape.moe_layers), "w1 and w2 of a rank and layer"
 
 
-def contract(
-    device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
-) -> Contract:
-    """Try one checkpoint."""
-    config = tiny_config(folder, parallel=parallel)
+def exported(device: Device, mesh: Mesh, config: Config, out: Path) -> tuple[Policy, WeightStream]:
+    """A policy that has loaded a checkpoint as planned and exported it, and its weight stream."""
     policy = policy_of(device, mesh, config)
     require_planned(policy)
     stream = WeightStream(policy, device, mesh)
     require_whole(stream, policy.shape, mesh)
     mesh.world.barrier()
-    export(out, stream, policy, device, mesh, small_files=read_small_files(folder), metadata={})
+    export_policy(out, stream, policy)
+    return policy, stream
+
+
+def contract(
+    device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
+) -> SimpleNamespace:
+    """Try one checkpoint."""
+    config = tiny_config(folder, parallel=parallel)
+    policy, stream = exported(device, mesh, config, out)
     order = [
         int(name.split(".")[2]) for name, _ in stream.read() if name.startswith("model.layers.")
     ]
@@ -127,7 +121,7 @@ def contract(
     selective = not tries or selective_is_equal(device, mesh, config, policy)
     reference = transformers_model(folder)
     compared = differences(policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients"))
-    return Contract(
+    return SimpleNamespace(
         **compared,
         layer_by_layer=order == sorted(order),
         shared=all(shared) if mesh.world.size > 1 else any(shared),
@@ -169,19 +163,14 @@ def selective_is_equal(device: Device, mesh: Mesh, config: Config, without: Poli
 
 def pipeline_contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
-) -> Contract:
+) -> SimpleNamespace:
     """Try one checkpoint on several stages, or with sequences divided over ranks.
 
     No rank computes logits of all layers by itself, so the policy's own passes are compared, with
     live routes.
     """
     config = tiny_config(folder, parallel=parallel, replay={"mode": "off"})
-    policy = policy_of(device, mesh, config)
-    require_planned(policy)
-    stream = WeightStream(policy, device, mesh)
-    require_whole(stream, policy.shape, mesh)
-    mesh.world.barrier()
-    export(out, stream, policy, device, mesh, small_files=read_small_files(folder), metadata={})
+    policy, stream = exported(device, mesh, config, out)
     (batch,) = batches_of(mesh, policy.shape)
     reference = transformers_model(folder)
     theirs: list[torch.Tensor] = []
@@ -210,10 +199,11 @@ def pipeline_contract(
     )
     policy.forward_backward(batch)
     scratch = out.with_name(f"{out.name}.gradients")
-    return Contract(
+    return SimpleNamespace(
         logits=largest,
         **gradient_differences(policy, mesh, stream, reference, scratch),
         round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
+        decayed=wrongly_decayed(policy),
     )
 
 
@@ -251,14 +241,6 @@ def gradients_of_routers(policy: Policy, mesh: Mesh) -> dict[str, float]:
         for name, parameter in policy.chunks[0].named_parameters()
         if name.endswith("router.weight")
     }
-
-
-def put_gradients_for_weights(policy: Policy, scale: float) -> None:
-    """Overwrite the shared buffers with the reduced gradients, scaled."""
-    for buffer in buffers_of(policy):
-        buffer.param_data.copy_(gathered(buffer) * scale)
-    for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
-        frozen.zero_()
 
 
 def differences(
@@ -317,7 +299,10 @@ def gradient_differences(
     with cuda_type_names():
         policy.optimizer.prepare_grads()
         norm = policy.optimizer.get_grad_norm() * scale
-    put_gradients_for_weights(policy, scale)
+    for own in buffers_of(policy):
+        own.param_data.copy_(gathered(own) * scale)
+    for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
+        frozen.zero_()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros(()))
@@ -391,17 +376,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> None:
     mesh.world.barrier()
     load_checkpoint(saved, policy, device, mesh)
     assert same(), "resumed"
-    export(
-        Path(out) / "export",
-        stream,
-        policy,
-        device,
-        mesh,
-        small_files=read_small_files(folder),
-        metadata={},
-    )
-    exported = {
-        name: str(tensor.dtype) for name, tensor in tensors_of(Path(out) / "export").items()
-    }
-    others = sorted(name for name, dtype in exported.items() if dtype != "torch.bfloat16")
+    export_policy(Path(out) / "export", stream, policy)
+    tensors = tensors_of(Path(out) / "export")
+    others = sorted(name for name, each in tensors.items() if each.dtype != torch.bfloat16)
     assert others == sorted(on_disk), "these alone are exported in float32"

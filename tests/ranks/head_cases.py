@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from r3.algo.packing import with_advantages
@@ -17,7 +16,7 @@ from r3.policy import Policy
 from r3.policy.logprobs import Head, logprobs_and_entropy
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis, build_mesh
-from tests.policies import LENGTHS, batches_of, build, full_gradients
+from tests.policies import LENGTHS, Watched, batches_of, build_with_batch, full_gradients
 from tests.tiny import tiny_config
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
@@ -40,15 +39,14 @@ def oracle(device: Device, *, masked: bool = False) -> dict[str, Errors]:
     axis = Axis.of("tp", dist.group.WORLD)
     rows = -(-VOCABULARY // axis.size)
     generator = torch.Generator().manual_seed(3)
-    hidden_ND = (
-        torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64).bfloat16().double()
-    )
-    weight_VD = (
-        torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).bfloat16().double()
-    )
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    hidden_ND = normal(TOKENS, WIDTH).bfloat16().double()
+    weight_VD = normal(VOCABULARY, WIDTH).bfloat16().double()
     targets_N = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    share_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
-    bonus_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    share_N, bonus_N = normal(TOKENS), normal(TOKENS)
 
     true = [hidden_ND.clone().requires_grad_(), weight_VD.clone().requires_grad_()]
     is_kept_NV = torch.rand(TOKENS, VOCABULARY, generator=generator) < (0.2 if masked else 2)
@@ -125,25 +123,6 @@ def oracle(device: Device, *, masked: bool = False) -> dict[str, Errors]:
     }
 
 
-class LogitRows(TorchDispatchMode):
-    """Watches every tensor that any operation makes, and keeps the largest number of rows as wide
-    as the vocabulary.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.rows = width, 0
-
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and self.width in tensor.shape:
-                self.rows = max(self.rows, tensor.numel() // self.width)
-        return made
-
-
 def peak(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNamespace:
     """Score and train with and without chunks, and watch every tensor.
 
@@ -170,18 +149,24 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNames
     )
     arrived: list[str] = []  # what Megatron's gradient hook on the output weight is called with
     weight.register_hook(lambda gradient: arrived.append(str(gradient.dtype)))
-    whole = model_chunk.head
+    whole, width = model_chunk.head, policy.shape.vocab_size // mesh.tp.size
+    wide: list[int] = []  # rows of each tensor that any operation makes, if as wide as that
+
+    def watch(_func: Any, _args: Any, made: Any) -> None:
+        tensors = (each for each in tree_leaves(made) if isinstance(each, torch.Tensor))
+        wide.extend(each.numel() // width for each in tensors if width in each.shape)
+
     rows: dict[str, list[int]] = {}
     seen: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     for name, chunk in (("whole", 0), ("chunks", 48)):
         model_chunk.head = replace(whole, chunk_tokens=chunk)
-        rows[name] = []
-        with LogitRows(policy.shape.vocab_size // mesh.tp.size) as watch:
+        wide.clear()
+        with Watched(watch):
             scores = policy.score(batch, mode="replay")
-            rows[name].append(watch.rows)
-            watch.rows = 0
+            rows[name] = [max(wide)]
+            wide.clear()
             policy.forward_backward(batch)
-            rows[name].append(watch.rows)
+            rows[name].append(max(wide))
         gradients = [gradient for _, _, gradient in full_gradients(policy).values()]
         seen[name] = torch.stack([torch.cat(scores.logprobs), torch.cat(scores.entropy)]), gradients
     count = len(arrived)
@@ -218,8 +203,7 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleName
     """
     coef = 0.5
     config = tiny_config(model, parallel=parallel, algo={"entropy_coef": coef})
-    mesh, policy = build(device, config)
-    (batch,) = batches_of(mesh, policy.shape)
+    mesh, policy, batch = build_with_batch(device, config)
     # Without advantages only the bonus is left.
     batch = with_advantages(batch, torch.zeros(len(LENGTHS)))
     metrics = policy.forward_backward(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3 import extras
 from r3.backends import KnownShapes
@@ -22,12 +22,14 @@ from r3.policy.build import transformer_config
 from r3.policy.weight_slots import load
 from r3.run import load_checkpoint
 from r3.runtime.device import Device
-from r3.runtime.mesh import build_mesh
+from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
 from tests.errors import message_of
 from tests.policies import (
+    Watched,
     batches_of,
     build,
+    build_with_batch,
     by_expert,
     experts_as_on_cuda,
     full_gradients,
@@ -87,8 +89,7 @@ def gradients(
         mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=policy.replay.layers
     )
     metrics = padded_backward(policy, batch) if padded else policy.forward_backward(batch)
-    loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
-    losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
+    loss = _whole_loss(mesh, metrics)
     gradients = full_gradients(policy)
     single = {
         name: (kind, index, tensor)
@@ -109,7 +110,7 @@ def gradients(
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
     compared = policy.replay.taps and replay == "r3"
     return SimpleNamespace(
-        loss=float(losses),
+        loss=loss,
         grad_norm=update.grad_norm,
         router_grad_norm=update.router_grad_norm,
         agreement_slots=metrics["routing/agreement"].count if compared else 0.0,
@@ -121,16 +122,6 @@ def gradients(
         bytes_read=bytes_read,
         largest_read=largest_read,
     )
-
-
-class Messages(TorchDispatchMode):
-    """Counts sends to and receives from single ranks."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
-        return func(*args, **(kwargs or {}))
 
 
 class SentShapes(KnownShapes):
@@ -149,12 +140,14 @@ class SentShapes(KnownShapes):
 def _require_known_shapes(policy: Policy, batch: Batch) -> None:
     """Make the same pass without and with the exchange of shapes. All ranks must call."""
     results, messages = [], []
+    to_one_rank = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
     SentShapes.exchanges = 0
     for communicator in (KnownShapes, SentShapes):
         extras.stages().KnownShapes = communicator
-        with Messages() as counter:
+        called: list[Any] = []
+        with Watched(lambda func, *_, called=called: called.append(func)):
             metrics = policy.forward_backward(batch)
-        messages.append(counter.count)
+        messages.append(sum(func in to_one_rank for func in called))
         gradients = [buffer.clone() for buffer in policy.memory.gradient_buffers()]
         results.append((metrics.get("loss/total"), gradients))
     extras.stages().KnownShapes = KnownShapes
@@ -200,11 +193,17 @@ def second_update(
         one_update(policy, batch, total_updates=4)
         save_checkpoint(Path(out), policy, device, mesh, step=1, keep=0)
     update, metrics = one_update(policy, batch, total_updates=4)
-    loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
-    total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     return SimpleNamespace(
-        loss=float(total), grad_norm=update.grad_norm, router_grad_norm=update.router_grad_norm
+        loss=_whole_loss(mesh, metrics),
+        grad_norm=update.grad_norm,
+        router_grad_norm=update.router_grad_norm,
     )
+
+
+def _whole_loss(mesh: Mesh, metrics: Mapping[str, Any]) -> float:
+    """The sum of the ranks' shares. All ranks must call."""
+    own = metrics["loss/total"].total if "loss/total" in metrics else 0.0
+    return float(mesh.world.all_reduce(torch.tensor(own, dtype=torch.float64)))
 
 
 def fused_adam(device: Device) -> None:
@@ -244,8 +243,7 @@ def frozen(
     """Update with and without frozen parameters."""
     train = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0}
     config = tiny_config(parallel=parallel, model={"dtype": dtype}, train=train)
-    mesh, free = build(device, config)
-    (batch,) = batches_of(mesh, free.shape, micro_batch_tokens=96)
+    mesh, free, batch = build_with_batch(device, config, micro_batch_tokens=96)
     settings = replace(config, train=replace(config.train, freeze=freeze))
     policy = Policy(settings, device, mesh, free.shape)
     hf_names = frozen_tensors(free.shape, freeze)
@@ -285,8 +283,7 @@ def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[s
     """
     extras.streamed().PART_VALUES = 20_000
     config = tiny_config(parallel=parallel, model={"dtype": dtype}, train={"optimizer": "kept"})
-    mesh, resident = build(device, config)
-    (batch,) = batches_of(mesh, resident.shape, micro_batch_tokens=96)
+    mesh, resident, batch = build_with_batch(device, config, micro_batch_tokens=96)
 
     def streaming() -> Policy:
         settings = replace(config, train=replace(config.train, optimizer="streamed"))

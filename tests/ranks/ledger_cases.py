@@ -18,7 +18,7 @@ from r3.sync import PackingSpec, Received, distribute
 from r3.sync import rollouts as exchange
 from r3.types import Rollout, RouteError
 from tests.errors import message_of
-from tests.policies import LENGTHS, build, samples_of
+from tests.policies import LENGTHS, Parts, build, samples_of
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched, rows_lost, samples_swapped, with_routes
 
@@ -61,16 +61,10 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
 
     def step_row(step: Sequence[Rollout], **arguments: Any) -> dict[str, float]:
         batches, metrics = dealt(step, **arguments)
-        parts: dict[str, list[Any]] = {name: [part] for name, part in metrics.items()}
-        for batch in batches:
-            for name, part in policy.forward_backward(batch).items():
-                parts.setdefault(name, []).append(part)
-        everybody = mesh.world.all_gather_object(parts)
-        row = {}
-        for name in {name for parts in everybody for name in parts if name.startswith("routing/")}:
-            together = [part for parts in everybody for part in parts.get(name, [])]
-            row[name] = type(together[0]).reduce(together)
-        return row
+        reported, parts = [metrics, *map(policy.forward_backward, batches)], Parts()
+        for each in chain.from_iterable(mesh.world.all_gather_object(reported)):
+            parts.report(each)
+        return {name: value for name, value in parts.row().items() if name.startswith("routing/")}
 
     def complaint(action: Callable[[], object]) -> str:
         return message_of(action, RouteError, LedgerError)

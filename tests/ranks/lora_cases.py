@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +23,17 @@ from r3.lora import (
     quantised_tensors,
     write_adapter,
 )
-from r3.models import read_small_files
 from r3.policy import NONE_MADE, Policy, learning_rate, policy_loss
 from r3.run import load_checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from r3.sync import WeightStream, export
+from r3.sync import WeightStream
 from r3.types import Batch
 from tests.policies import (
     batches_of,
     build,
     experts_as_on_cuda,
+    export_policy,
     one_update,
     policy_of,
     same_state,
@@ -250,9 +250,8 @@ def _quantised(device: Device, config: Config, out: Path) -> SimpleNamespace:
         resident: bytes of the policy's matrices of layers after an offload, per byte of `dtype`.
     """
     mesh, policy = build(device, config)
-    small = read_small_files(config.model.path)
     stream = WeightStream(policy, device, mesh)
-    export(out, stream, policy, device, mesh, small_files=small, metadata={})
+    export_policy(out, stream, policy)
     exported = dict(stream.read())
 
     def updated(then: Policy) -> list[torch.Tensor]:
@@ -291,34 +290,12 @@ def _quantised(device: Device, config: Config, out: Path) -> SimpleNamespace:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class InLayout:
-    """Two updates under one layout, of which the second is made by a resumed policy too.
-
-    Attributes:
-        grad_norm: of the first update.
-        resumed: weights and optimizer are the same bit for bit after the second update.
-        rewritten: the resumed policy has the weights of the saved one before that update.
-        reference: after scoring with the reference policy, the weights are the same bit for bit.
-        without_base: every tensor of the checkpoint is of an adapter or of the optimizer.
-        from_other: largest |difference| of the weights after loading the checkpoint of the row
-            before, from those of that row; its layout is another one.
-    """
-
-    grad_norm: float
-    resumed: bool
-    rewritten: bool
-    reference: bool
-    without_base: bool
-    from_other: float
-
-
 def layouts(
     device: Device, *, model: str, targets: tuple[str, ...], out: str, rows: dict[str, Any]
-) -> dict[str, InLayout]:
+) -> dict[str, SimpleNamespace]:
     """Train under several layouts, one after the other, and write the weights of each."""
     targets = tuple(targets)
-    found: dict[str, InLayout] = {}
+    found: dict[str, SimpleNamespace] = {}
     last = None
     for name, row in rows.items():
         given = dict(row)
@@ -335,7 +312,19 @@ def layouts(
     return found
 
 
-def _in_layout(device: Device, config: Config, out: Path, other: Path | None) -> InLayout:
+def _in_layout(device: Device, config: Config, out: Path, other: Path | None) -> SimpleNamespace:
+    """Make two updates under one layout, of which the second is made by a resumed policy too.
+
+    Returns:
+        Two updates under one layout.
+        grad_norm: of the first update.
+        resumed: weights and optimizer are the same bit for bit after the second update.
+        rewritten: the resumed policy has the weights of the saved one before that update.
+        reference: after scoring with the reference policy, the weights are the same bit for bit.
+        without_base: every tensor of the checkpoint is of an adapter or of the optimizer.
+        from_other: largest |difference| of the weights after loading the checkpoint of the row
+            before, from those of that row; its layout is another one.
+    """
     mesh = build_mesh(device, config.parallel)
     policy = policy_of(device, mesh, config)
     fill_b(policy)
@@ -368,7 +357,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
         again = WeightStream(resumed, device, mesh).read()  # waits for all ranks to be made
         from_other = max(float((x - expected[name]).abs().max()) for name, x in again)
         mesh.world.barrier()
-    return InLayout(
+    return SimpleNamespace(
         grad_norm=update.grad_norm,
         resumed=same,
         rewritten=rewritten,

@@ -20,13 +20,16 @@ from r3.tools import part_of
 from r3.types import Batch
 from tests.errors import message_of
 from tests.policies import (
+    Parts,
     batches_of,
     build,
     one_update,
     policy_of,
     read_back,
+    routing_map,
     step_rewards,
     train_step,
+    watch_scores,
 )
 from tests.tiny import tiny_config
 
@@ -48,20 +51,12 @@ def consistency(device: Device, *, model: str, ep: int) -> SimpleNamespace:
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     ratios: list[torch.Tensor] = []
 
-    def watched(
-        config: Any,
-        tokens: Any,
-        cp: Any,
-        logprobs_N: Any,
-        passes: Any,
-        *,
-        number: int,
-        **more: Any,
-    ) -> Any:
+    def watched(*given: Any, number: int, **more: Any) -> Any:
+        _, tokens, _, logprobs_N, passes = given
         now_N = logprobs_N.detach()
         old_N = passes.old[number] if passes.old else now_N
         ratios.append((now_N - old_N).exp()[tokens.loss_mask_N > 0])
-        return policy_loss(config, tokens, cp, logprobs_N, passes, number=number, **more)
+        return policy_loss(*given, number=number, **more)
 
     old_passes = {}
     for old_mode in ("replay", "live", "record"):
@@ -95,10 +90,7 @@ def _keeps(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bo
         policy.score(batch, mode="replay", recorded_routes=recorded)
     layers = [layer for layer in policy.replay.moe_layers if layer in policy.replay.taps]
     return all(
-        torch.equal(
-            maps[layer][i],
-            torch.zeros_like(maps[layer][i]).scatter(1, routes_NLK[:, position].long(), True),
-        )
+        torch.equal(maps[layer][i], routing_map(routes_NLK[:, position], maps[layer][i].shape[1]))
         for position, layer in enumerate(layers)
         for i, routes_NLK in enumerate(recorded)
     )
@@ -150,30 +142,15 @@ def modes(device: Device, *, model: str) -> SimpleNamespace:
             ]
             for tokens in (sample, flat[1])
         )
-        parts: dict[str, list[Any]] = {}
-
-        def report(metrics: Any, parts: dict[str, list[Any]] = parts) -> None:
-            for key, part in metrics.items():
-                parts.setdefault(key, []).append(part)
-
-        scored: list[tuple[str, int]] = []
-        real = policy.score
-
-        def counting(
-            micro_batches: Any, *, mode: Any, real: Any = real, scored: Any = scored, **rest: Any
-        ) -> Any:
-            scored.append((mode, len(micro_batches)))
-            return real(micro_batches, mode=mode, **rest)
-
-        policy.score = counting  # type: ignore[method-assign]  # the real one, counted
+        scored, parts = watch_scores(policy), Parts()
         rewards = step_rewards(nothing_R, nothing_R)
-        train_step(policy, batches, setting, rewards=rewards, step=2, report=report)
-        policy.score = real  # type: ignore[method-assign]
+        train_step(policy, batches, setting, rewards=rewards, step=2, report=parts.report)
+        slots = [part.count for part in parts.by_name.get("routing/agreement", [])]
         reports[name] = SimpleNamespace(
-            scored=[list(each) for each in scored],
+            scored=[*scored],
             sizes=[len(batch) for batch in batches],
-            row={key: type(some[0]).reduce(some) for key, some in parts.items()},
-            agreement_slots=sum(part.count for part in parts.get("routing/agreement", [])),
+            row=parts.row(),
+            agreement_slots=sum(slots),
             agreement=Mean.reduce([routing_metrics(before)["routing/agreement"]]),
             all_slots=sum(before.rows),
             k3_ratio=k3[0].total / k3[1].total,

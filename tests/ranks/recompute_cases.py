@@ -14,7 +14,14 @@ from r3.routing import RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
-from tests.policies import batches_of, experts_as_on_cuda, in_backward, policy_of, read_back
+from tests.policies import (
+    batches_of,
+    experts_as_on_cuda,
+    in_backward,
+    policy_of,
+    read_back,
+    zero_gradients,
+)
 from tests.tiny import tiny_config
 
 
@@ -105,9 +112,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
     from r3.layers import local_tokens, packed_params
     from r3.policy import NONE_MADE, policy_loss
 
-    for chunk in policy.wrapped:
-        chunk.zero_grad_buffer()
-    policy.optimizer.zero_grad()
+    zero_gradients(policy)
     with policy.replay.schedule("replay", training=True):
         losses = []
         for micro_batch in batch:

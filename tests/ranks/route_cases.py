@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,34 +20,14 @@ from tests.policies import (
     LENGTHS,
     batches_of,
     build,
+    build_with_batch,
     one_update,
     padded_backward,
     padded_rows,
     read_back,
+    routing_map,
 )
 from tests.tiny import random_rollouts, tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutesUsed:
-    """What one rank's routers did.
-
-    Attributes:
-        slots: captured (token, layer) slots that were read back.
-        wrong: slots whose token went to other experts than its routes say.
-        differing: log-probabilities that differ, bit for bit, between recording and replaying.
-        digest: of all slots read back; the ranks' digests add up.
-        expected: digest of all rollouts.
-        shifted: the same with one rollout's routes late by a token.
-    """
-
-    slots: int
-    wrong: int
-    differing: int
-    micro_batches: int
-    digest: int
-    expected: int
-    shifted: int
 
 
 def digest(rows: Iterable[tuple[int, int, int, list[int]]]) -> int:
@@ -80,12 +60,20 @@ def routes_used(
     parallel: dict[str, Any],
     micro_batch_tokens: int = 96,
     padded: bool = False,
-) -> RoutesUsed:
+) -> SimpleNamespace:
     """Compare the experts that each token went to, read back at every router, with its routes.
 
     Then record routes in one pass and replay them in the next.
-    """
 
+    Returns:
+        What one rank's routers did.
+        slots: captured (token, layer) slots that were read back.
+        wrong: slots whose token went to other experts than its routes say.
+        differing: log-probabilities that differ, bit for bit, between recording and replaying.
+        digest: of all slots read back; the ranks' digests add up.
+        expected: digest of all rollouts.
+        shifted: the same with one rollout's routes late by a token.
+    """
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     layers = policy.replay.layers
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=layers)
@@ -114,10 +102,7 @@ def routes_used(
             names = names_NLK[:, 0, 0]
         captured = names >= 0
         for position, number in enumerate(layers):
-            rows = routes_NLK[:, position].long()[captured]
-            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(
-                1, rows, True
-            )
+            given = routing_map(routes_NLK[captured, position], policy.shape.num_experts)
             found = used[number][i][captured]
             slots += len(found)
             wrong += int((found != given).any(-1).sum())
@@ -136,7 +121,7 @@ def routes_used(
     rollouts = random_rollouts(policy.shape, LENGTHS)
     late = replace(rollouts[3], routed_experts=np.roll(rollouts[3].routed_experts, 1, axis=0))
     moe_layers = policy.shape.moe_layers
-    return RoutesUsed(
+    return SimpleNamespace(
         slots=slots,
         wrong=wrong,
         differing=differing,
@@ -155,8 +140,7 @@ def replay_guards(device: Device, *, model: str) -> SimpleNamespace:
     """
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    mesh, policy = build(device, tiny_config(model))
-    (batch,) = batches_of(mesh, policy.shape)
+    _, policy, batch = build_with_batch(device, tiny_config(model))
     micro_batch = batch[0]
     listed = len(RouterReplay.global_router_replay_instances)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,16 +38,6 @@ from tests.ranks.router_model import (
     random_routes,
 )
 from tests.tiny import tiny_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filtered:
-    """The plausibility filter on hand-made scores."""
-
-    used: list[list[int]]
-    gathered: bool
-    counts: list[float]
-    shapes: list[float]
 
 
 def routers(device: Device) -> SimpleNamespace:
@@ -213,7 +202,7 @@ def plausibility_filter(device: Device, mesh: Mesh) -> SimpleNamespace:
     scores[:, :8] = torch.tensor([8.0, 7.0, 6.0, 4.0, 3.0, 2.1, 1.9, 1.0])
     routes = torch.tensor([[4, 6, 5, 0], [7, 8, 9, 10], [0, 1, 2, 5], [-1, -1, -1, -1]])
     captured = torch.tensor([True, True, True, False])
-    by_router: dict[str, Filtered] = {}
+    by_router: dict[str, SimpleNamespace] = {}
     replaced: dict[str, float | None] = {}
     is_live = False
     for name, options, seen in (
@@ -241,7 +230,7 @@ def plausibility_filter(device: Device, mesh: Mesh) -> SimpleNamespace:
         values, used = tap.get_replay_topk(
             seen, TOPK, None, None, lambda s, k, *_: torch.topk(s, k)
         )
-        by_router[name] = Filtered(
+        by_router[name] = SimpleNamespace(
             used=used.tolist(),
             gathered=torch.equal(values, seen.gather(1, used)),
             counts=tap.counts[0][:3].tolist(),
@@ -261,18 +250,14 @@ def plausibility_filter(device: Device, mesh: Mesh) -> SimpleNamespace:
             load(model.replay, foreign)
             outcomes[ratio] = forward_backward(model)
             ledger = ledger_of()
-        metrics = routing_metrics(ledger)
+        part = routing_metrics(ledger).get("routing/replaced_frac")
+        replaced[str(ratio)] = part and Mean.reduce([part])
         if ratio == 1.0:
             with model.replay.schedule("live", training=True):
                 forward_backward(model)
             is_live = torch.equal(maps[0], maps[2]) and torch.equal(maps[1], maps[3])
         for hook in hooks:
             hook.remove()
-        replaced[str(ratio)] = (
-            Mean.reduce([metrics["routing/replaced_frac"]])
-            if "routing/replaced_frac" in metrics
-            else None
-        )
     return SimpleNamespace(
         by_router=by_router,
         replaced=replaced,

@@ -26,7 +26,7 @@ from r3.run import (
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.sync import WeightStream
-from tests.policies import batches_of, build, one_update
+from tests.policies import build_with_batch, one_update
 from tests.tiny import tiny_config
 
 METRIC = "eval/heldout/accuracy"
@@ -43,8 +43,7 @@ def attempts(
             **{"checkpoint.export_every": 3, "train.patience": 2, "log.tensorboard": False},
         },
     )
-    mesh, policy = build(device, config)
-    (batch,) = batches_of(mesh, policy.shape)
+    mesh, policy, batch = build_with_batch(device, config)
     one_update(policy, batch, total_updates=20)  # the optimizer has a state to save
     run_dir = RunDir(Path(out))
     if device.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,11 +14,21 @@ import torch
 from r3.algo.packing import with_advantages
 from r3.config import with_values
 from r3.layers import local_tokens
+from r3.metrics import Mean
 from r3.policy import Passes, Policy, policy_loss
 from r3.runtime.device import Device
 from r3.sync import PackingSpec, distribute
 from r3.types import Batch, Rollout
-from tests.policies import LENGTHS, batches_of, build, one_update, samples_of, train_step
+from tests.policies import (
+    LENGTHS,
+    Parts,
+    batches_of,
+    build,
+    one_update,
+    samples_of,
+    train_step,
+    weights_of,
+)
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -64,24 +74,19 @@ def taught(
     (batch,), _ = distribute(samples_of(mesh, rollouts), mesh, policy.shape, spec)
     batch = with_advantages(batch, 0.3 * torch.arange(len(rollouts)))
     scored = policy.teachers.logprobs(batch)
-    alone = mesh.world.size == 1
-    by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
-    error = _error(rollouts, teachers, batch, scored) if alone else None
+    found = SimpleNamespace()
+    if mesh.world.size == 1:
+        found.by_hand = _advantages_by_hand(policy, batch, scored)
+        found.error = _error(rollouts, teachers, batch, scored)
     update, metrics = one_update(policy, batch, Passes(teacher=scored), total_updates=1)
-    masks = (
-        [local_tokens(one, mesh.cp, device.torch).loss_mask_N for one in batch]
-        if policy.reports
-        else []
-    )
-    kl = metrics.get("loss/kl_teacher")
-    return SimpleNamespace(
-        logprobs=float(sum((one * mask).sum() for one, mask in zip(scored, masks, strict=False))),
-        kl=(kl.total, kl.count) if kl else (0.0, 0.0),
-        grad_norm=update.grad_norm,
-        by_hand=by_hand,
-        error=error,
-        again=all(map(torch.equal, scored, policy.teachers.logprobs(batch))),
-    )
+    found.logprobs = 0.0
+    for logprobs_N, one in zip(scored, batch if policy.reports else (), strict=False):
+        mask_N = local_tokens(one, mesh.cp, device.torch).loss_mask_N
+        found.logprobs += float((logprobs_N * mask_N).sum())
+    kl = metrics.get("loss/kl_teacher", Mean(0.0, 0.0))
+    found.kl, found.grad_norm = (kl.total, kl.count), update.grad_norm
+    found.again = all(map(torch.equal, scored, policy.teachers.logprobs(batch)))
+    return found
 
 
 def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
@@ -96,15 +101,10 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
     batches = batches_of(mesh, policy.shape, num_updates=2)
     batches = [_near_the_engine(policy, batch) for batch in batches]
     assert policy.teachers is not None
-    start = [slot.tensor.clone() for slot in policy.slots]
-    reports: dict[str, list[Any]] = {}
-
-    def report(parts: Mapping[str, Any]) -> None:
-        for name, part in parts.items():
-            reports.setdefault(name, []).append(part)
-
-    train_step(policy, batches, config, report=report)
-    after = [slot.tensor.clone() for slot in policy.slots]
+    start = weights_of(policy)
+    parts = Parts()
+    train_step(policy, batches, config, report=parts.report)
+    after = weights_of(policy)
 
     # By hand: log pi_teacher - log mu is the advantage of the token, and there is no teacher.
     plain = with_values(config, {"algo.teacher": (), "train.objective": "rl"})
@@ -127,13 +127,12 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> None:
             total_updates=2 * config.train.steps,
         )
     by_hand = [slot.tensor for slot in other.slots]
-    kl = type(reports["loss/kl_teacher"][0]).reduce(reports["loss/kl_teacher"])
     # float32 forwards of two programs of the same step: 1e-5 of the way of the weights. The
     # advantage of the second update against the policy of that update is off by a tenth.
     way = _distance(start, after)
     assert way > 1e-3 and _distance(by_hand, after) < 1e-4 * way
     # Mean of log mu - log pi_teacher over the loss tokens of both updates.
-    assert math.isclose(kl, total / number, rel_tol=1e-5)
+    assert math.isclose(parts.row()["loss/kl_teacher"], total / number, rel_tol=1e-5)
 
 
 def _near_the_engine(policy: Policy, batch: Batch) -> Batch:

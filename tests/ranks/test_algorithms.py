@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.families import random_checkpoint
+from r3.algo.loss import CORRECTIONS
 from tests.ranks import algorithm_cases
 from tests.world import run_rows, run_world
 
@@ -26,14 +26,7 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
         # Sums of some 150 float32 terms in another order; a rank that took its half for the whole
         # would be off by tenths.
         assert vars(first[name]) == pytest.approx(vars(expected), rel=1e-5, abs=1e-6), name
-    for name in (
-        "token_tis",
-        "sequence_tis",
-        "token_mis",
-        "sequence_mis",
-        "geometric_mask",
-        "icepop",
-    ):
+    for name in CORRECTIONS:
         assert 0 < whole[name].cut < 152, (
             f"{name}: some of the 152 loss tokens fall on each side of the bounds"
         )
@@ -43,10 +36,7 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
     assert whole["bypass"] == whole["old is the engine's"] != whole["ppo_clip"]
 
 
-def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    model = str(random_checkpoint(tmp_path_factory.mktemp("kl")))
+def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(model: str) -> None:
     (one,) = run_world(algorithm_cases.kl_in_reward, 1, model=model, parallel={})
     # dr_grpo of R - 0.1 * sum of k1, each answer's sum made in a loop: float32 terms, added in
     # another order

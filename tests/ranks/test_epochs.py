@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families import random_checkpoint
 from tests.ranks import epoch_cases as cases
 from tests.world import run_rows, run_world
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(random_checkpoint(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -73,13 +67,13 @@ def test_every_epoch_uses_what_was_scored_once(model: str) -> None:
     # Passes over the step's tokens before the first update: recorded, reference, old. Not one per
     # epoch.
     assert {name: each.passes for name, each in found.items()} == {
-        "r3": {},
-        "r2": {"record": 1},
-        "off": {},
-        "bypass": {},
-        "tis": {},
-        "loss": {"live": 1},
-        "reward": {"replay": 1, "live": 1},
+        "r3": [],
+        "r2": [["record", 1]],
+        "off": [],
+        "bypass": [],
+        "tis": [],
+        "loss": [["live", 1]],
+        "reward": [["live", 1], ["replay", 1]],
     }
     for name, each in found.items():
         if name != "bypass":  # it has no old policy

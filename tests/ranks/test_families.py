@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.families import FAMILIES, HYBRID, MOE_FAMILIES, family_checkpoint
 from tests.ranks import family_cases
-from tests.ranks.family_cases import Contract
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
-Figures = Callable[[str, str], list[Contract]]
+Figures = Callable[[str, str], list[SimpleNamespace]]
 
 # Gated delta layers are whole on every rank.
 DIVIDED = [name for name in FAMILIES if name not in HYBRID]
@@ -57,7 +57,7 @@ LARGE = ("single-others", "ep2-others", "tp2", "tp2-ep2", "pp2", "cp2")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """Results of every rank by run and checkpoint; a run starts when it is first needed."""
     base = tmp_path_factory.mktemp("families")
-    found: dict[str, list[dict[str, Contract]]] = {}
+    found: dict[str, list[dict[str, SimpleNamespace]]] = {}
 
     def folder(name: str) -> str:
         path = base / name
@@ -65,7 +65,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
             family_checkpoint(path, name.removesuffix("-tied"), tied=name.endswith("-tied"))
         return str(path)
 
-    def of(run: str, name: str) -> list[Contract]:
+    def of(run: str, name: str) -> list[SimpleNamespace]:
         if run not in found:
             ranks, parallel, names = RUNS[run]
             out = base / f"exports-{run}"
@@ -114,7 +114,7 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
             )
             assert rank.selective, "gradients with selective recomputation have other bits"
             assert len(rank.router_gradients) == (rank.num_moe_layers if routed else 0)
-        assert all(largest > 1e-5 for largest in rank.router_gradients.values())
+            assert all(largest > 1e-5 for largest in rank.router_gradients.values())
 
 
 def test_expert_biases_stay_float32_and_frozen(tmp_path: Path) -> None:

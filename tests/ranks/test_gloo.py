@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,8 @@ from r3.config import ParallelConfig
 from r3.extras import share_gloo_thread
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from tests.world import ROOT, run_world
+from tests.runs import program, soon
+from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
@@ -50,16 +50,16 @@ def gloo_threads(expected: int = 0) -> int:
 
     A thread names itself when it first runs, which may be after its group is made.
     """
-    end = time.monotonic() + 10
-    while True:
+
+    def count() -> int:
         names = []
         for path in Path("/proc/self/task").glob("*/comm"):
             with suppress(OSError):  # the thread has ended
                 names.append(path.read_text())
-        found = sum(name.startswith("gloo_tcp") for name in names)
-        if found == expected or time.monotonic() > end:
-            return found
-        time.sleep(0.01)
+        return sum(name.startswith("gloo_tcp") for name in names)
+
+    soon(lambda: count() == expected, 10.0)
+    return count()
 
 
 def observed(device: Device) -> None:
@@ -131,6 +131,5 @@ def test_sharing_twice_changes_nothing() -> None:
 def test_a_forked_process_starts_its_own_thread() -> None:
     # The thread of the parent's device does not exist in the child: a group that used this device
     # would wait forever.
-    command = [sys.executable, "-c", FORKED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = program(sys.executable, "-c", FORKED)
     assert done.stdout.split() == ["1", "0", "1"], done.stderr

@@ -80,10 +80,9 @@ def test_no_tensor_holds_the_logits_of_a_micro_batch(
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"tp": 2})], ids=["single", "tp2"])
 def test_entropy_bonus_raises_entropy_as_its_gradient_says(
-    ranks: int, parallel: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+    ranks: int, parallel: dict[str, int], model: str
 ) -> None:
     """Through the whole policy: Megatron's layers, the schedule, micro-batches and masks."""
-    model = str(random_checkpoint(tmp_path_factory.mktemp("bonus")))
     for found in run_world(cases.bonus, ranks, model=model, parallel=parallel):
         # Sums of float32 terms in another order.
         assert found.loss == pytest.approx(-0.5 * found.entropy, rel=1e-5)

@@ -14,7 +14,7 @@ import torch
 from r3.policy.weight_slots import join_shards
 from tests.families import HYBRID, MOE_FAMILIES, family_checkpoint
 from tests.ranks import layout_cases as cases
-from tests.sweeps import sweep
+from tests.sweeps import layout_of, sweep
 from tests.world import run_rows, run_world, shared_worlds
 
 pytestmark = pytest.mark.ranks
@@ -75,9 +75,9 @@ def single(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> Simple
     return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1, chunk=0)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+_ROWS: dict[str, dict[str, Any]] = {
     "dp2": {"ranks": 2},
-    "tp2-etp1": {"ranks": 2, "parallel": {"tp": 2, "etp": 1}},
+    "tp2-etp1": {"ranks": 2},
     "pp2-uneven": {
         "ranks": 2,
         "parallel": {"pp": 2, "pp_layers": [3, 1]},
@@ -85,51 +85,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "exchange": True,
     },
     # three micro-batches: a filler makes them four, since this schedule takes them in groups of pp
-    "pp2-vpp2-full-recompute": {
-        "ranks": 2,
-        "parallel": {"pp": 2, "vpp": 2},
-        "micro_batch_tokens": 96,
-        "recompute": "full",
-    },
+    "pp2-vpp2-full-recompute": {"ranks": 2, "micro_batch_tokens": 96, "recompute": "full"},
     "pp2-vpp2-tp2-full-recompute": {
         "ranks": 4,
-        "parallel": {"pp": 2, "vpp": 2, "tp": 2},
         "micro_batch_tokens": 64,
         "recompute": "full",
         "exchange": True,
     },
-    "cp2": {"ranks": 2, "parallel": {"cp": 2}},
-    "tp2-dp2": {"ranks": 4, "parallel": {"tp": 2}},
-    "tp2-ep2": {"ranks": 4, "parallel": {"tp": 2, "ep": 2}},
-    "tp2-ep2-etp1": {"ranks": 2, "parallel": {"tp": 2, "ep": 2, "etp": 1}},
-    "pp2-ep2-full-recompute": {
-        "ranks": 4,
-        "parallel": {"pp": 2, "ep": 2},
-        "micro_batch_tokens": 64,
-        "recompute": "full",
-    },
-    "pp4": {"ranks": 4, "parallel": {"pp": 4}, "micro_batch_tokens": 64},
-    "pp2-cp2": {"ranks": 4, "parallel": {"pp": 2, "cp": 2}, "micro_batch_tokens": 64},
-    "cp2-tp2": {"ranks": 4, "parallel": {"cp": 2, "tp": 2}},
-    "cp2-ep2": {"ranks": 2, "parallel": {"cp": 2, "ep": 2}},
-    "ep2-moe-recompute-sorted": {
-        "ranks": 2,
-        "parallel": {"ep": 2},
-        "recompute": "moe",
-        "experts": "sorted",
-    },
-    "ep2-selective": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "selective"},
-    "tp2-ep2-etp1-selective": {
-        "ranks": 2,
-        "parallel": {"tp": 2, "ep": 2, "etp": 1},
-        "recompute": "selective",
-        "experts": "grouped",
-    },
+    "cp2": {"ranks": 2},
+    "tp2-dp2": {"ranks": 4},
+    "tp2-ep2": {"ranks": 4},
+    "tp2-ep2-etp1": {"ranks": 2},
+    "pp2-ep2-full-recompute": {"ranks": 4, "micro_batch_tokens": 64, "recompute": "full"},
+    "pp4": {"ranks": 4, "micro_batch_tokens": 64},
+    "pp2-cp2": {"ranks": 4, "micro_batch_tokens": 64},
+    "cp2-tp2": {"ranks": 4},
+    "cp2-ep2": {"ranks": 2},
+    "ep2-moe-recompute-sorted": {"ranks": 2, "recompute": "moe", "experts": "sorted"},
+    "ep2-selective": {"ranks": 2, "recompute": "selective"},
+    "tp2-ep2-etp1-selective": {"ranks": 2, "recompute": "selective", "experts": "grouped"},
     "grouped": {"ranks": 1, "experts": "grouped"},
     "dp2-sequential-moe-recompute": {"ranks": 2, "recompute": "moe", "experts": "sequential"},
     "unpacked": {"ranks": 1, "micro_batch_tokens": 50},
     "padded": {"ranks": 1, "padded": True},
 }
+LAYOUTS = {name: {"parallel": layout_of(name), **row} for name, row in _ROWS.items()}
 
 
 # Each axis and each kind of recomputation and expert, alone or with others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def alone(
     model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, cases.InLayout]]:
+) -> tuple[Path, dict[str, SimpleNamespace]]:
     """One process, with a plain and with a quantised base; and the folder of the weights."""
     folder = tmp_path_factory.mktemp("alone")
     rows = {"one": {}, "one-int8": {"model": {"base": "int8"}}}
@@ -93,7 +94,7 @@ KEPT = ("tp2-ep2-etp1", "pp2-full-recompute", "int8")
     "kept", [True, pytest.param(False, marks=pytest.mark.large)], ids=["kept", "others"]
 )
 def test_layouts_train_the_same_and_resume_bit_for_bit(
-    kept: bool, model: Path, alone: tuple[Path, dict[str, cases.InLayout]], tmp_path: Path
+    kept: bool, model: Path, alone: tuple[Path, dict[str, SimpleNamespace]], tmp_path: Path
 ) -> None:
     folder, whole = alone
     rows = {name: row for name, row in ROWS.items() if (name in KEPT) == kept}

@@ -6,31 +6,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.runtime.device import Device
-from tests.policies import batches_of, build
+from tests.policies import Watched, batches_of, build
 from tests.tiny import tiny_config
 from tests.world import run_rows
 
 pytestmark = pytest.mark.ranks
 
 
-class Products(TorchDispatchMode):
-    """Count products by the dtype of their last operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("mm", "addmm_"):
-            self.calls[str(args[-1].dtype)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) -> dict[str, int]:
-    """Count the products of a forward and backward pass."""
+    """Count the products of a forward and backward pass by the type of their last operand."""
     from r3.layers import kernels as matmul
 
     matmul._HAS_BFLOAT16 = has_bfloat16
@@ -41,9 +27,15 @@ def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) ->
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape, (250,) * 8, micro_batch_tokens=2048)
-    with Products() as counted:
+    counts: Counter[str] = Counter()
+
+    def count(func: Any, args: Any, _result: Any) -> None:
+        if func.overloadpacket.__name__ in ("mm", "addmm_"):
+            counts[str(args[-1].dtype)] += 1
+
+    with Watched(count):
         policy.forward_backward(batch)
-    return dict(counted.calls)
+    return counts
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.large), 2])

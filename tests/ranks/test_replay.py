@@ -35,8 +35,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def routers() -> SimpleNamespace:
     """Everything of E1 to E3, in one process."""
-    (result,) = run_world(router_cases.routers, 1)
-    return result
+    return run_world(router_cases.routers, 1)[0]
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -107,18 +106,14 @@ def test_softmax_over_one_expert_is_refused(routers: SimpleNamespace) -> None:
 
 def _reach_faults(found: SimpleNamespace) -> list[str]:
     """What of the gradients does not arrive where it must, or arrives where it must not."""
-    faults = []
-    if not found.router_gradient > 0:
-        faults.append("router")
-    if not found.drifted_gate > 0:
-        faults.append("gates of drifted experts")
-    if not found.drifted_logit_gradient > 0:
-        faults.append("logits of drifted experts")
-    if found.unused_gradient != 0:
-        faults.append("experts that no route names")
-    if not found.used_gradient > 0:
-        faults.append("experts that routes name")
-    return faults
+    is_right = {
+        "router": found.router_gradient > 0,
+        "gates of drifted experts": found.drifted_gate > 0,
+        "logits of drifted experts": found.drifted_logit_gradient > 0,
+        "experts that no route names": found.unused_gradient == 0,
+        "experts that routes name": found.used_gradient > 0,
+    }
+    return [what for what, holds in is_right.items() if not holds]
 
 
 def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
@@ -214,8 +209,7 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: SimpleName
 
 @pytest.fixture(scope="module")
 def modes(other_model: str) -> SimpleNamespace:
-    (result,) = run_world(pass_cases.modes, 1, model=other_model)
-    return result
+    return run_world(pass_cases.modes, 1, model=other_model)[0]
 
 
 def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: SimpleNamespace) -> None:
@@ -332,8 +326,7 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
 def recomputation(other_model: str, request: pytest.FixtureRequest) -> SimpleNamespace:
     experts, dtype = request.param.split()
     case = recompute_cases.recomputation
-    (result,) = run_world(case, 1, model=other_model, experts=experts, dtype=dtype)
-    return result
+    return run_world(case, 1, model=other_model, experts=experts, dtype=dtype)[0]
 
 
 def test_recomputation_changes_no_bit_of_any_gradient(recomputation: SimpleNamespace) -> None:
@@ -442,13 +435,7 @@ def test_misaligned_routes_raise_k3_tenfold_over_correct_ones() -> None:
     correct = result.doses["0.0"]
     assert 1e-5 < correct.figures["k3"] < 1e-3
     assert min(correct.agreed) > 0.98 * correct.rows
-    assert set(result.misaligned) >= {
-        "shifted back",
-        "shifted on",
-        "layers swapped",
-        "samples permuted",
-        "of the batch before",
-    }
+    assert len(result.misaligned) == 6
     for name, found in result.misaligned.items():
         assert found.wrong == 0, name
         assert found.figures["k3"] >= 10 * correct.figures["k3"], (

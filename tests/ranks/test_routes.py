@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,39 +12,40 @@ import pytest
 from tests.families import family_checkpoint
 from tests.policies import LENGTHS
 from tests.ranks import route_cases as cases
-from tests.sweeps import sweep
+from tests.sweeps import layout_of, sweep
 from tests.world import run_world, shared_worlds
 
 pytestmark = pytest.mark.ranks
 
 
-ROUTED: dict[str, dict[str, Any]] = {
-    "single": {"ranks": 1, "parallel": {}},
-    "single-padded": {"ranks": 1, "parallel": {}, "padded": True},
-    "single-unpacked": {"ranks": 1, "parallel": {}, "micro_batch_tokens": 50},
-    "dp2": {"ranks": 2, "parallel": {}},
-    "ep2": {"ranks": 2, "parallel": {"ep": 2}},
-    "tp2": {"ranks": 2, "parallel": {"tp": 2}},
-    "pp2-vpp2": {"ranks": 2, "parallel": {"pp": 2, "vpp": 2}},
-    "cp2": {"ranks": 2, "parallel": {"cp": 2}},
+_ROWS: dict[str, dict[str, Any]] = {
+    "single": {"ranks": 1},
+    "single-padded": {"ranks": 1, "padded": True},
+    "single-unpacked": {"ranks": 1, "micro_batch_tokens": 50},
+    "dp2": {"ranks": 2},
+    "ep2": {"ranks": 2},
+    "tp2": {"ranks": 2},
+    "pp2-vpp2": {"ranks": 2},
+    "cp2": {"ranks": 2},
     "pp2-uneven-tp2-ep2-etp1": {
         "ranks": 4,
         "parallel": {"pp": 2, "pp_layers": [3, 1], "tp": 2, "ep": 2, "etp": 1},
     },
 }
+ROUTED = {name: {"parallel": layout_of(name), **row} for name, row in _ROWS.items()}
 
 
 KEPT = ("single-padded", "single-unpacked", "pp2-vpp2", "cp2", "pp2-uneven-tp2-ep2-etp1")
 
 
 @pytest.fixture(scope="module")
-def routes_used(other_model: str) -> Callable[[str], list[cases.RoutesUsed]]:
+def routes_used(other_model: str) -> Callable[[str], list[SimpleNamespace]]:
     return shared_worlds(cases.routes_used, ROUTED, kept=KEPT, model=other_model)
 
 
 @pytest.mark.parametrize("layout", sweep(ROUTED, KEPT))
 def test_every_token_follows_its_route_under_every_layout(
-    layout: str, routes_used: Callable[[str], list[cases.RoutesUsed]]
+    layout: str, routes_used: Callable[[str], list[SimpleNamespace]]
 ) -> None:
     """The digest of all (rollout, position, layer, experts) over all ranks: none is lost, doubled
     or at another's place.

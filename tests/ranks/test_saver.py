@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import random_checkpoint
 from tests.ranks import saver_cases as cases
 from tests.world import run_world
 
@@ -14,8 +13,9 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.large)])
-def test_the_best_stays_exports_come_and_patience_ends_the_run(ranks: int, tmp_path: Path) -> None:
-    model = str(random_checkpoint(tmp_path / "policy"))
+def test_the_best_stays_exports_come_and_patience_ends_the_run(
+    ranks: int, model: str, tmp_path: Path
+) -> None:
     results = run_world(
         cases.attempts, ranks, model=model, out=str(tmp_path / "run"), parallel={"ep": ranks}
     )

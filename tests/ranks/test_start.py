@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,16 @@ def begin(device: Device) -> dict[str, str]:
         "files": (of_rank, task, start),
         "settings": (with_values(config, {"train.lr": 0.5}) if second else config, task, start),
     }
-    said = {}
-    for name, arguments in cases.items():
-        try:
-            require_one_start(*arguments, world)
-            said[name] = ""
-        except RankError as error:
-            said[name] = str(error)
-    return said
+    return {
+        name: message_of(partial(require_one_start, *arguments, world), RankError)
+        for name, arguments in cases.items()
+    }
 
 
 def test_ranks_that_read_other_files_all_say_so() -> None:
     one, two = run_world(begin, 2)
     assert one == two
-    assert one["same"] == ""
+    assert one["same"] == NOTHING
     assert "ranks 0 and 1 differ in step to begin after: 0 and 7" in one["step"]
     assert "differ in prompts" in one["data"]
     assert "differ in your Python files" in one["files"]

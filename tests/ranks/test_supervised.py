@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tests.families import random_checkpoint
 from tests.ranks import supervised_cases as cases
 from tests.rows import write
 from tests.world import run_rows, run_world
@@ -27,11 +26,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
             ]
         lines.append(json.dumps({"messages": messages}))
     return str(write(tmp_path_factory.mktemp("rows"), *lines))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(random_checkpoint(tmp_path_factory.mktemp("sft")))
 
 
 def test_loss_and_gradients_equal_those_of_transformers(rows: str, model: str) -> None:
