@@ -14,15 +14,16 @@ from r3.algo.advantage import advantages_of
 from r3.algo.packing import with_advantages
 from r3.config import Config
 from r3.engine import Engine, Sampling
-from r3.models import read_small_files
 from r3.rollout import Collector, RoundResult, Task, gather_rewards, read_task
 from r3.run import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.sync import PackingSpec, State, distribute, export, sync_weights
-from r3.tools import prove_weights
+from r3.sync import PackingSpec, State, SyncError, distribute, sync_weights
+from r3.tools import prove_sync, prove_weights
 from r3.types import Batch, Rollout
 from r3.user_code import advantage_of
+from tests.errors import message_of
+from tests.policies import export_policy
 from tests.tiny import prompts_of_step
 
 
@@ -71,10 +72,10 @@ class World:
         self.residency.move(State.TRAIN)
         self.perturb()
         self.sync(1)
-        compared = prove_weights(self.stream, self.engine, self.mesh)
+        compared = self.prove_weights()
         rollouts = self.collect(1).rollouts
         sampled = signature(rollouts)
-        self.export(folder)
+        export_policy(folder, self.stream, self.policy)
         config = replace(self.config, model=replace(self.config.model, path=str(folder)))
         fresh = engine_from_disk(config, self.device, self.task, policy_version=1)
         pushed = SimpleNamespace(
@@ -94,11 +95,18 @@ class World:
         (batch,), _ = distribute(collected.samples, self.mesh, self.task.shape, spec)
         return with_advantages(batch, advantages_of(rewards, advantage_of(self.config.algo)))
 
-    def export(self, folder: Path) -> None:
-        """Write the policy beside the small files of its starting model."""
-        small_files = read_small_files(self.config.model.path)
-        where = (folder, self.stream, self.policy, self.device, self.mesh)
-        export(*where, small_files=small_files, metadata={})
+    def proof(self) -> float:
+        """Largest log-probability difference of the proof of a sync; raises what it raises."""
+        prompts = self.task.prompts.prompts[:4]
+        return prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
+
+    def prove_weights(self) -> int:
+        """Tensors of which the proof has compared every byte; raises what it raises."""
+        return prove_weights(self.stream, self.engine, self.mesh)
+
+    def proof_of_weights(self) -> str:
+        """What that proof says, or `NOTHING`."""
+        return message_of(self.prove_weights, SyncError)
 
     def perturb(self, seed: int = 0) -> None:
         """Change the policy's weights, the same way on every replica of a tensor."""
@@ -167,19 +175,22 @@ def signature(rollouts: list[Rollout]) -> list[str]:
     ]
 
 
+def net_of(engine: Engine) -> Any:
+    """The engine's model."""
+    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    return net
+
+
 def routers_of(engine: Engine) -> dict[int, Any]:
     """The routers of an engine's MoE layers, by the layers' numbers."""
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
+    modules = net_of(engine).modules()
     return {module.layer_id: module.router for module in modules if hasattr(module, "router")}
 
 
 @contextmanager
 def rope_wrong_beyond(context: int, engine: Engine) -> Iterator[None]:
     """Inside, the engine rotates positions beyond the context with half of the factor."""
-    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-    found = (getattr(module, "cos_sin_cache", None) for module in net.modules())
+    found = (getattr(module, "cos_sin_cache", None) for module in net_of(engine).modules())
     caches = {id(cache): cache for cache in found if cache is not None}.values()
     kept = [cache.clone() for cache in caches]
     for cache in caches:
@@ -193,16 +204,11 @@ def rope_wrong_beyond(context: int, engine: Engine) -> Iterator[None]:
 
 def held_tensors(engine: Engine) -> dict[str, str]:
     """Digest of every parameter and buffer of the engine's model."""
-
-    def look(worker: Any) -> dict[str, str]:
-        model = worker.model_runner.get_model()
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return {
-            name: hashlib.sha256(
-                tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy().data
-            ).hexdigest()
-            for name, tensor in tensors
-            if tensor.numel()
-        }
-
-    return engine.llm.collective_rpc(look)[0]
+    net = net_of(engine)
+    return {
+        name: hashlib.sha256(
+            tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy().data
+        ).hexdigest()
+        for name, tensor in (*net.named_parameters(), *net.named_buffers())
+        if tensor.numel()
+    }

@@ -90,6 +90,13 @@ def family_checkpoint(
     return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
 
 
+def engine_checkpoint(folder: Path, name: str, **changes: Any) -> Path:
+    """Write one that vLLM's kernels on CPU take; NAME-tied has tied embeddings."""
+    family = name.removesuffix("-tied")
+    sizes = engine_sizes(family) | changes
+    return family_checkpoint(folder, family, tied=name != family, **sizes)
+
+
 # Ling 2.0 is code of its authors, not of transformers. It is GLM-4.5's model under other names.
 _LING_NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",

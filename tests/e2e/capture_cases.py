@@ -64,27 +64,30 @@ def captured(device: Device) -> SimpleNamespace:
             engine, prompts, seeds=seeds, policy_version=0, max_tokens=24, **options
         )
 
+    found = SimpleNamespace(rows=0, rows_differ=0)
+    alone: list[Rollout] = []
     with watched_routers(engine) as chosen, watched_cache(engine) as cached:
-        alone, differ, rows = [], 0, 0
         for request in requests:
             engine.reset_cache()
             chosen.clear()
-            (rollout,) = sample([request])
-            differ += rows_that_differ(rollout, chosen)
-            rows += len(rollout.routed_experts)
-            alone.append(rollout)
-        cold_cached_tokens = sum(cached)
+            alone += sample([request])
+            found.rows_differ += rows_that_differ(alone[-1], chosen)
+            found.rows += len(alone[-1].routed_experts)
+        found.cold_cached_tokens = sum(cached)
         late = replace(alone[-1], routed_experts=np.roll(alone[-1].routed_experts, 1, axis=0))
-        late_rows_differ = rows_that_differ(late, chosen)
+        found.late_rows_differ = rows_that_differ(late, chosen)
 
         cached.clear()
-        (again,) = sample(requests[-1:])
-        warm_equal = signature([again]) == signature(alone[-1:])
-        warm_cached_tokens = sum(cached)
+        found.warm_equal = signature(sample(requests[-1:])) == signature(alone[-1:])
+        found.warm_cached_tokens = sum(cached)
+    found.rows_expected = sum(len(rollout.tokens_T) - 1 for rollout in alone)
 
-    faults = faulty_captures(engine, lambda: sample(requests[-1:]))
+    found.faults = faulty_captures(engine, lambda: sample(requests[-1:]))
     together = sample(requests)
-    prompt = len(requests[0][0].tokens_T)
+    found.together_equal = signature(together) == signature(alone)
+    prompt, samples = len(requests[0][0].tokens_T), together[:4]
+    found.responses = len({rollout.tokens_T.tobytes() for rollout in samples})
+    found.prompt_routes = len({each.routed_experts[:prompt].tobytes() for each in samples})
 
     # An aborted request is never taken for a response, and leaves nothing behind.
     core: Any = engine.llm.llm_engine
@@ -92,8 +95,8 @@ def captured(device: Device) -> SimpleNamespace:
     def abort(index: int, _rollout: Rollout) -> None:
         core.abort_request([str(other) for other in range(len(requests)) if other != index][-3:])
 
-    abort_message = message_of(lambda: sample(requests, on_rollout=abort), AssertionError)
-    after_abort_equal = signature(sample(requests)) == signature(alone)
+    found.abort = message_of(lambda: sample(requests, on_rollout=abort), AssertionError)
+    found.after_abort_equal = signature(sample(requests)) == signature(alone)
 
     config = replace(
         world.config, engine=replace(world.config.engine, kv_cache_gib=SMALL_CACHE_GIB)
@@ -101,51 +104,35 @@ def captured(device: Device) -> SimpleNamespace:
     small = engine_from_disk(config, device, world.task)
     with watched_preemptions(small) as preempted:
         squeezed = sample(requests, small)
-    with watched_preemptions(small) as preempted_in_round:
+    found.preemptions = len(preempted)
+    pairs = zip(signature(squeezed), signature(alone), strict=True)
+    found.preempted_differ = [index for index, (a, b) in enumerate(pairs) if a != b]
+    with watched_preemptions(small) as preempted:
         # 16 prompts of 4 samples, as above, and longer responses.
         rollout = replace(
             config.rollout, prompts_per_step=16, max_response_tokens=60, temperature=2.0
         )
         crowded = replace(config, rollout=rollout)
         collected = one_round(small, world.task, world.mesh, crowded, 0, step=1)
-    pairs = zip(signature(squeezed), signature(alone), strict=True)
+    found.preemptions_in_round = len(preempted)
+    found.preemptions_counted = collected.metrics["engine/preemptions"].value
     halves = replace(
         config,
         engine=replace(config.engine, dtype="bfloat16", kv_cache_gib=SMALL_CACHE_GIB / 2),
         model=replace(config.model, dtype="bfloat16"),
     )
     rounding = engine_from_disk(halves, device, world.task)
-    with watched_preemptions(rounding) as preempted_in_bfloat16:
-        squeezed_in_bfloat16 = sample(requests, rounding)
-    places = {int(name.partition("-")[0]) for name in preempted_in_bfloat16}
-    compared = [
-        _rows(squeezed_in_bfloat16[place], *sample([requests[place]], rounding)) for place in places
-    ]
-    return SimpleNamespace(
-        rows=rows,
-        rows_expected=sum(len(rollout.tokens_T) - 1 for rollout in alone),
-        rows_differ=differ,
-        late_rows_differ=late_rows_differ,
-        faults=faults,
-        cold_cached_tokens=cold_cached_tokens,
-        warm_cached_tokens=warm_cached_tokens,
-        warm_equal=warm_equal,
-        together_equal=signature(together) == signature(alone),
-        responses=len({rollout.tokens_T.tobytes() for rollout in together[:4]}),
-        prompt_routes=len({rollout.routed_experts[:prompt].tobytes() for rollout in together[:4]}),
-        abort=abort_message,
-        after_abort_equal=after_abort_equal,
-        preemptions=len(preempted),
-        preemptions_in_round=len(preempted_in_round),
-        preemptions_counted=collected.metrics["engine/preemptions"].value,
-        preempted_differ=[index for index, (a, b) in enumerate(pairs) if a != b],
-        in_bfloat16=SimpleNamespace(
-            preempted=len(places),
-            rows=sum(rows for rows, _, _ in compared),
-            differ=sum(differ for _, differ, _ in compared),
-            late_differ=sum(late for _, _, late in compared),
-        ),
+    with watched_preemptions(rounding) as preempted:
+        squeezed = sample(requests, rounding)
+    places = {int(name.partition("-")[0]) for name in preempted}
+    compared = [_rows(squeezed[i], *sample([requests[i]], rounding)) for i in places]
+    found.in_bfloat16 = SimpleNamespace(
+        preempted=len(places),
+        rows=sum(rows for rows, _, _ in compared),
+        differ=sum(differ for _, differ, _ in compared),
+        late_differ=sum(late for _, _, late in compared),
     )
+    return found
 
 
 def _rows(one: Rollout, other: Rollout) -> tuple[int, int, int]:

@@ -34,10 +34,6 @@ def _rolled(axis: int) -> Callable[[Any], Any]:
     return wrap
 
 
-def _samples_swapped(decode: Any) -> Any:
-    return lambda message: samples_swapped(decode(message))
-
-
 def _packed_backwards(pack: Any) -> Any:
     """Tokens are packed in one order, routes in the other."""
 
@@ -49,10 +45,6 @@ def _packed_backwards(pack: Any) -> Any:
         return replace(micro_batch, routed_experts_NLK=back.routed_experts_NLK)
 
     return faulty
-
-
-def _only_on_rank_1(wrap: Callable[[Any], Any], rank: int) -> Callable[[Any], Any]:
-    return wrap if rank == 1 else lambda kept: kept
 
 
 def _live(get_replay_topk: Any) -> Any:
@@ -82,13 +74,15 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
         message = message_of(check, CheckFailed, RouteError)
         found.setdefault(name, message)
 
+    on_rank_1 = _rolled(0) if device.rank == 1 else lambda load: load
+    swapped = lambda decode: lambda message: samples_swapped(decode(message))  # noqa: E731
     ask("sound")
     for name, owner, attribute, wrap in (
         ("rows shifted", Replay, "load", _rolled(0)),
         ("layers swapped", Replay, "load", _rolled(1)),
         ("rows lost", Replay, "load", rows_lost),
-        ("on one rank", Replay, "load", _only_on_rank_1(_rolled(0), device.rank)),
-        ("samples swapped", exchange, "decode", _samples_swapped),
+        ("on one rank", Replay, "load", on_rank_1),
+        ("samples swapped", exchange, "decode", swapped),
         ("packed backwards", packing, "pack", _packed_backwards),
         ("routed live", RouterTap, "get_replay_topk", _live),
     ):

@@ -17,14 +17,9 @@ from r3.engine import direct_weights
 from r3.engine.weight_push import Pushed, push
 from r3.lora import adapted_tensors
 from r3.runtime.device import Device
-from r3.sync import SyncError, sync_weights
-from r3.tools import prove_sync, prove_weights
+from r3.sync import sync_weights
 from r3.types import Rollout
-from tests.engines import (
-    World,
-    held_tensors,
-    signature,
-)
+from tests.engines import World, held_tensors, net_of, signature
 from tests.errors import message_of
 from tests.families import transformers_model
 from tests.processor import PROCESSORS
@@ -52,36 +47,30 @@ def pushed_family(device: Device, *, model: str, out: str) -> SimpleNamespace:
         some: of a sync of the tensors with adapters.
     """
     world = World(device, tiny_config(model))
-    printed = io.StringIO()
+    printed, folder, shape = io.StringIO(), Path(out) / "export", world.task.shape
     with redirect_stdout(printed):
         world.sync(0)
-    prompts = world.task.prompts.prompts[:4]
-    proofs = [prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
-    folder = Path(out) / "export"
+    found = SimpleNamespace(proofs=[world.proof()])
     with redirect_stdout(printed):
-        pushed, rollouts = world.push_changed(folder)
-    proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
-    routes, wrong_routes = compare_routes(rollouts, folder)
-    by_reload = push(world.engine.llm, world.stream.read_blocks(), world.task.shape, copy=False)
-    world.engine.reset_cache()
-    again = signature(world.collect(1).rollouts)
+        found.pushed, rollouts = world.push_changed(folder)
+    found.notes = printed.getvalue().splitlines()
+    found.proofs.append(world.proof())
+    found.routes, found.wrong_routes = compare_routes(rollouts, folder)
+    found.gates = shape.num_experts * len(shape.moe_layers)
+    found.reloaded, found.why_reloaded = world.engine.reloaded_experts, world.engine.why_reloaded
+
+    def samples_the_same(push: Pushed) -> bool:
+        world.engine.reset_cache()
+        again = signature(world.collect(1).rollouts)
+        return again == found.pushed.sampled and not push.unloaded
+
+    by_reload = push(world.engine.llm, world.stream.read_blocks(), shape, copy=False)
+    found.reload_equal = samples_the_same(by_reload)
     fallen = unknown_kernels(world)
-    return SimpleNamespace(
-        pushed=pushed,
-        gates=world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
-        reloaded=world.engine.reloaded_experts,
-        why_reloaded=world.engine.why_reloaded,
-        reload_equal=again == pushed.sampled and not by_reload.unloaded,
-        fallen={str(layer): why for layer, why in fallen.reloaded.items()},
-        fallen_note=fallen.note,
-        fallen_equal=signature(world.collect(1).rollouts) == pushed.sampled and not fallen.unloaded,
-        notes=printed.getvalue().splitlines(),
-        faults=planted_faults(world),
-        routes=routes,
-        wrong_routes=wrong_routes,
-        proofs=proofs,
-        some=some_tensors(world),
-    )
+    found.fallen_equal, found.fallen_note = samples_the_same(fallen), fallen.note
+    found.fallen = {str(layer): why for layer, why in fallen.reloaded.items()}
+    found.faults, found.some = planted_faults(world), some_tensors(world)
+    return found
 
 
 def some_tensors(world: World) -> SimpleNamespace:
@@ -105,13 +94,13 @@ def some_tensors(world: World) -> SimpleNamespace:
     sizes = {name: 4 * math.prod(size) for name, size in policy.shape.tensor_shapes.items()}
     sent = sum(tensor.nbytes for _, tensor in stream.read_blocks(engine.needed(stream.changing)))
     sync("nothing")
-    prove_weights(stream, engine, world.mesh)
+    world.prove_weights()
     sync("final_layernorm.weight")
     return SimpleNamespace(
         sent=sent,
         changed=sum(sizes[name] for name in adapted),
         all=sum(sizes.values()),
-        stale=message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError),
+        stale=world.proof_of_weights(),
     )
 
 
@@ -142,11 +131,9 @@ def unknown_kernels(world: World) -> Pushed:
     """Push the weights while R3 knows none of vLLM's expert kernels."""
     known, direct_weights._PLAIN_KERNELS = direct_weights._PLAIN_KERNELS, ()
     try:
-        pushed = push(world.engine.llm, world.stream.read_blocks(), world.task.shape)
+        return push(world.engine.llm, world.stream.read_blocks(), world.task.shape)
     finally:
         direct_weights._PLAIN_KERNELS = known
-    world.engine.reset_cache()
-    return pushed
 
 
 def planted_faults(world: World) -> dict[str, str]:
@@ -155,9 +142,7 @@ def planted_faults(world: World) -> dict[str, str]:
 
     def provoke(name: str, plant: Callable[[Any], None]) -> None:
         world.engine.llm.collective_rpc(lambda worker: plant(worker.model_runner.get_model()))
-        messages[name] = message_of(
-            lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError
-        )
+        messages[name] = world.proof_of_weights()
         world.engine.load_weights(world.stream, policy_version=1)
 
     def exchange(model: Any) -> None:
@@ -173,7 +158,7 @@ def planted_faults(world: World) -> dict[str, str]:
     # The kernels read the head from its own packed copy: the embedding alone is not enough.
     if world.policy.shape.tied:
         provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
-    prove_weights(world.stream, world.engine, world.mesh)
+    world.prove_weights()
     return messages
 
 
@@ -197,25 +182,20 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
     half = {"dtype": "bfloat16"}
     config = tiny_config(model, model=half, engine=half)
     world = World(device, config)
-    engine, shape = world.engine, world.task.shape
+    engine, found = world.engine, SimpleNamespace(packed=[], stale={}, raw="")
     world.sync(0)
-    pushed, _ = world.push_changed(Path(out) / "export")
-    prompts = world.task.prompts.prompts[:4]
-    proof = prove_sync(engine, world.policy, prompts, world.config, world.mesh)
-    push(engine.llm, world.stream.read_blocks(), shape, copy=False)
-    prove_weights(world.stream, engine, world.mesh)
+    found.pushed, _ = world.push_changed(Path(out) / "export")
+    found.proof = world.proof()
+    push(engine.llm, world.stream.read_blocks(), world.task.shape, copy=False)
+    world.prove_weights()
     engine.reset_cache()
-    again = signature(world.collect(1).rollouts)
-    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-    modules = dict(net.named_modules())
-
-    def proved() -> str:
-        return message_of(lambda: prove_weights(world.stream, engine, world.mesh), SyncError)
+    found.reload_equal = signature(world.collect(1).rollouts) == found.pushed.sampled
+    modules = dict(net_of(engine).named_modules())
 
     def reload() -> None:
         engine.load_weights(world.stream, policy_version=1)
 
-    tensors, stale = dict(world.stream.read()), {}
+    tensors = dict(world.stream.read())
     for kind in ("o_proj", "mlp.gate", "conv1d"):
         name = next((f"{n}.weight" for n in modules if n.endswith(kind)), "")
         if not name:
@@ -224,29 +204,20 @@ def other_processor(device: Device, *, model: str, out: str, processor: str) -> 
         wrong.view(-1)[5] += 1
         module.weight.data = wrong
         module.quant_method.process_weights_after_loading(module)
-        stale[name] = proved()
+        found.stale[name] = world.proof_of_weights()
         reload()
-    raw, packed = "", []
     for name, module in modules.items():
         if name.endswith("conv1d") and module.weight.dim() == 2:
-            packed.append(name)
+            found.packed.append(name)
             kept = module.weight.data.clone()
             module.weight.data.copy_(tensors[f"{name}.weight"][:, 0])
-            raw = raw or proved()
+            found.raw = found.raw or world.proof_of_weights()
             module.weight.data.copy_(kept)
         if type(module).__name__ == "RoutedExperts":
-            packed.append(module.quant_method.moe_kernel.fused_experts.isa)
-    norm = net.model.layers[1].input_layernorm.weight
+            found.packed.append(module.quant_method.moe_kernel.fused_experts.isa)
+    norm = modules["model.layers.1.input_layernorm"].weight
     norm.data = norm.data[None]
     values = held_tensors(engine)
-    unknown = message_of(reload, RuntimeError)
+    found.unknown = message_of(reload, RuntimeError)
     assert held_tensors(engine) == values, "nothing was copied"
-    return SimpleNamespace(
-        packed=packed,
-        pushed=pushed,
-        reload_equal=again == pushed.sampled,
-        proof=proof,
-        stale=stale,
-        raw=raw,
-        unknown=unknown,
-    )
+    return found

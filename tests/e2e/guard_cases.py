@@ -22,7 +22,7 @@ from r3.runtime.device import Device
 from r3.sync import ResidencyError, State, SyncError
 from r3.tools import prove_sync, sample_single_turn
 from r3.types import Rollout
-from tests.engines import World, held_tensors, signature
+from tests.engines import World, held_tensors, net_of, signature
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
@@ -53,10 +53,7 @@ def norms(engine: Engine) -> SimpleNamespace:
     def far(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())
 
-    (modules,) = engine.llm.collective_rpc(
-        lambda worker: list(worker.model_runner.get_model().modules())
-    )
-    built = [module for module in modules if type(module) is RMSNorm]
+    built = [module for module in net_of(engine).modules() if type(module) is RMSNorm]
     with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
         others = {
             "gemma": GemmaRMSNorm(64),
@@ -219,22 +216,15 @@ def engine_guards(device: Device) -> SimpleNamespace:
     world.perturb()
     refuses(lambda: prove_sync(*proof), "does not have the policy's weights")
     capture_guards(engine)
-    sleeps = several_sleeps(engine, sample, push)
-    compared = norms(engine)
-    rotated, by_vllm = rotations(engine)
+    found = SimpleNamespace(sleeps=several_sleeps(engine, sample, push), norms=norms(engine))
+    found.rotated, found.rotated_by_vllm = rotations(engine)
     from vllm.model_executor.models import registry
 
     built = engine.llm.llm_engine.vllm_config
-    return SimpleNamespace(
-        works=sample()[0].num_response_tokens > 0,
-        unfit=_unfit(built, world.config),
-        fit=_refusal(built, world.config),
-        sleeps=sleeps,
-        norms=compared,
-        rotated=rotated,
-        rotated_by_vllm=by_vllm,
-        inspected_here=registry._run_in_subprocess(os.getpid) == os.getpid(),
-    )
+    found.unfit, found.fit = _unfit(built, world.config), _refusal(built, world.config)
+    found.inspected_here = registry._run_in_subprocess(os.getpid) == os.getpid()
+    found.works = sample()[0].num_response_tokens > 0
+    return found
 
 
 def capture_guards(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from r3.sync import State
 from r3.tools.passes import pass_figures
 from r3.types import Rollout, SamplingMask
 from tests.engines import World
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.tiny import tiny_config
 
 AGENT = '''
@@ -52,7 +52,7 @@ class Tokens:
 
 def with_ties(folder: Path) -> Path:
     """A random MoE whose tokens come in pairs with equal logits."""
-    family_checkpoint(folder, "qwen3_moe", **engine_sizes("qwen3_moe"))
+    engine_checkpoint(folder, "qwen3_moe")
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if "lm_head.weight" in tensors:
@@ -81,7 +81,7 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
 
     Returns:
         Mismatch of one batch whose tokens were sampled with top_p 0.9 and top_k.
-        k3, abs_max: with the engine's masks.
+        k3: with the engine's masks.
         k3_dropped: without masks.
         k3_moved: with those of the next sampled token, and the drawn token added.
         gain: the most that a log-probability rises where masks are dropped.
@@ -114,7 +114,6 @@ def masked(device: Device, *, model: str = "", top_k: int = 20, **sections: Any)
     first_of = [int(each.loss_mask_T.argmax()) for each in rollouts]
     return SimpleNamespace(
         k3=right["k3"],
-        abs_max=right["abs_max"],
         k3_dropped=dropped["k3"],
         k3_moved=wrong["k3"],
         gain=float((whole - logprobs).max()) if len(whole) else 0.0,

@@ -17,6 +17,7 @@ from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.tools.planning import memory_plan as plan
+from tests.engines import net_of
 from tests.memory import peak_bytes
 from tests.policies import one_update
 from tests.tiny import random_rollouts
@@ -45,15 +46,13 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]
     task = read_task(config)
     shape: ModelShape = task.shape
     engine = Engine(config, device, shape, task.tokenizer, max_model_len=task.max_model_len)
-    runner: Any = engine.llm.llm_engine.model_executor
-    model = runner.driver_worker.worker.model_runner.get_model()
     generate = plan.memory(config, shape, 1)["GENERATE"]
     engine.wake("weights")
     engine.wake("kv_cache")
     found = {
         "engine": {
             "engine weights": SimpleNamespace(
-                planned=generate["engine weights"], measured=engine_weight_bytes(model)
+                planned=generate["engine weights"], measured=engine_weight_bytes(net_of(engine))
             ),
             "KV cache": SimpleNamespace(
                 planned=generate["KV cache"],

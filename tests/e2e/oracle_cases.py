@@ -16,7 +16,7 @@ from r3.runtime.device import Device
 from r3.tools.mismatch.forced import forced_decoding, sides
 from r3.tools.proof import sample_single_turn
 from r3.types import Rollout
-from tests.engines import World, rope_wrong_beyond
+from tests.engines import World, net_of, rope_wrong_beyond
 from tests.tiny import tiny_config
 
 LENGTHS = (10, 10, 60, 60, 300, 700, 1300)  # of prompts; two rollouts each
@@ -46,7 +46,6 @@ def planted(
 
     Returns:
         Findings by planted fault.
-        table: of the sound case.
         again: largest difference of log-probabilities of engine and dump in it.
         same_routes: whether the engine chose the dump's experts in it.
     """
@@ -65,7 +64,7 @@ def planted(
                 slot.tensor.copy_(0.2 * torch.randn(slot.tensor.shape, generator=random))
     world.sync(0)
     rollouts = dumped(world)
-    (net,) = world.engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    net = net_of(world.engine)
     asked: list[Any] = []
 
     def said(dump: Sequence[Rollout] = rollouts, temperature: float = 1.0) -> list[str]:
@@ -100,7 +99,6 @@ def planted(
         findings["experts"] = said()
     return SimpleNamespace(
         findings=findings,
-        table=sound.table(),
         again=float(abs(sound.dump_delta_N).max()),
         same_routes=bool((sound.engine_NLK == sound.dump_NLK).all()),
     )

@@ -11,7 +11,7 @@ import torch
 from r3.engine.build import require_head_type
 from r3.runtime.device import Device
 from r3.sync import State
-from tests.engines import World
+from tests.engines import World, net_of
 from tests.errors import message_of
 from tests.policies import figures_of
 from tests.tiny import tiny_config
@@ -45,10 +45,7 @@ def head(device: Device, *, fp32: bool, model: str = "") -> SimpleNamespace:
         types.add(str(logits.dtype))
         rounded.append(torch.equal(logits.float(), logits.bfloat16().float()))
 
-    def look(worker: Any) -> None:
-        worker.model_runner.get_model().logits_processor.register_forward_hook(watch)
-
-    world.engine.llm.collective_rpc(look)
+    net_of(world.engine).logits_processor.register_forward_hook(watch)
     collected = world.collect(0)
     world.residency.move(State.TRAIN)
     batch = world.batch_of(collected, 1024)

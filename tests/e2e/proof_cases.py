@@ -12,9 +12,10 @@ from r3 import assets
 from r3.engine.direct_weights import DERIVED
 from r3.runtime.device import Device
 from r3.sync import State, SyncError
-from r3.tools import prove_sync, prove_weights, turned
-from tests.engines import World
+from r3.tools import prove_sync, turned
+from tests.engines import World, net_of
 from tests.errors import message_of
+from tests.policies import weights_of
 from tests.processor import emulate_avx512_bf16
 from tests.tiny import tiny_config
 
@@ -34,43 +35,35 @@ def kept_tensors(device: Device, *, model: str, dtype: str) -> SimpleNamespace:
         emulate_avx512_bf16()
     half = {"dtype": dtype}
     world = World(device, tiny_config(model, model=half, engine=half))
-    engine, stream, policy = world.engine, world.stream, world.policy
-    prompts = world.task.prompts.prompts[:4]
-
-    def decoded() -> float:
-        return prove_sync(engine, policy, prompts, world.config, world.mesh)
-
+    engine, policy = world.engine, world.policy
     world.sync(0)
-    (net,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    net = net_of(engine)
     old = {kind: [get().clone() for get, _ in places(net, kind)] for kind in kinds(net)}
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    prove_weights(stream, engine, world.mesh)
-    sound = decoded()
-    weights, messages = {}, {}
+    world.prove_weights()
+    found = SimpleNamespace(weights={}, decoded={}, sound=world.proof())
     for kind, tensors in old.items():
         kept = [get().clone() for get, _ in places(net, kind)]
         for tensor, (_, put) in zip(tensors, places(net, kind), strict=True):
             put(tensor)
         engine.reset_cache()
-        weights[kind] = message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
-        messages[kind] = message_of(decoded, SyncError)
+        found.weights[kind] = world.proof_of_weights()
+        found.decoded[kind] = message_of(world.proof, SyncError)
         for tensor, (_, put) in zip(kept, places(net, kind), strict=True):
             put(tensor)
         engine.reset_cache()
-    before = [slot.tensor.clone() for slot in policy.slots]
-    with turned(policy, stream):
+    before = weights_of(policy)
+    with turned(policy, world.stream):
         moved = [not torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True)]
         assert sum(moved) > len(moved) / 2, "most tensors have rows that differ"
         world.residency.move(State.TRAIN)
         world.sync(2)
-        prove_weights(stream, engine, world.mesh)
-        with_turned = decoded()
-    back = all(torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True))
-    return SimpleNamespace(
-        weights=weights, decoded=messages, sound=sound, turned=with_turned, back=back
-    )
+        world.prove_weights()
+        found.turned = world.proof()
+    found.back = all(torch.equal(a, s.tensor) for a, s in zip(before, policy.slots, strict=True))
+    return found
 
 
 def live_routes(device: Device, *, dtype: str) -> tuple[float, str]:

@@ -11,11 +11,10 @@ import torch
 from r3.rollout import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
-from r3.sync import State, SyncError
-from r3.tools import prove_weights
+from r3.sync import State
 from r3.tools.planning.sync import Traffic
 from tests.engines import World, engine_from_disk, one_round, signature
-from tests.errors import message_of
+from tests.policies import export_policy
 from tests.tiny import tiny_config
 
 
@@ -44,13 +43,12 @@ def push_equals_fresh_engine(
     traffic = Traffic.of(world.stream.plan)
     if device.rank == device.world_size - 1:
         world.engine.llm.collective_rpc(_spoil)
-    stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
-    plan_stale = _plan_stale(world)
+    stale = world.proof_of_weights()
     return SimpleNamespace(
         pushed=pushed,
         cached_equal=again == pushed.sampled,
         stale=stale,
-        plan_stale=plan_stale,
+        plan_stale=_plan_stale(world),
         local_reads=traffic.local[0],
         peer_reads=traffic.peer[0],
         network_reads=traffic.network[0],
@@ -62,13 +60,13 @@ def _plan_stale(world: World) -> str:
     engine, stream = world.engine, world.stream
     engine.llm.collective_rpc(_replace)
     engine.load_weights(stream, policy_version=1)
-    prove_weights(stream, engine, world.mesh)
+    world.prove_weights()
     plan = engine._plan
     assert plan is not None
     engine.llm.collective_rpc(_replace)
     with torch.no_grad():
         plan.load(stream.read_blocks())
-    return message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError)
+    return world.proof_of_weights()
 
 
 def _replace(worker: Any) -> None:
@@ -88,7 +86,7 @@ def pushed(device: Device, *, out: str, dtype: str) -> SimpleNamespace:
     """Sample before and after a push of changed weights; export these.
 
     Returns:
-        Signatures before and after a push, with cached prompts, and after each of two sleeps with
+        Signatures before and after a push, and after each of two sleeps with
         another push; number of compared tensors.
     """
     world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
@@ -97,18 +95,15 @@ def pushed(device: Device, *, out: str, dtype: str) -> SimpleNamespace:
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    compared = prove_weights(world.stream, world.engine, world.mesh)
+    compared = world.prove_weights()
     after = signature(world.collect(1).rollouts)
-    cached = signature(world.collect(1).rollouts)
     slept = []
     for _ in range(2):
         world.residency.move(State.TRAIN)
         world.sync(1)
         slept.append(signature(world.collect(1).rollouts))
-    world.export(Path(out))
-    return SimpleNamespace(
-        before=before, after=after, cached=cached, slept=slept, compared=compared
-    )
+    export_policy(Path(out), world.stream, world.policy)
+    return SimpleNamespace(before=before, after=after, slept=slept, compared=compared)
 
 
 def loaded(device: Device, *, model: str, dtype: str) -> list[str]:

@@ -10,10 +10,9 @@ import torch
 from r3.routing import Mode
 from r3.runtime.device import Device
 from r3.sync import State
-from r3.tools import prove_sync
 from tests.engines import World
 from tests.memory import bytes_of
-from tests.policies import figures_of, one_update, read_back
+from tests.policies import figures_of, one_update, read_back, routing_map
 from tests.tiny import tiny_config
 
 
@@ -36,9 +35,7 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> SimpleNam
     )
     world = World(device, config)
     world.sync(0)
-    proof = prove_sync(
-        world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh
-    )
+    proof = world.proof()
     collected = world.collect(0)
     world.residency.move(State.TRAIN)
     batch = world.batch_of(collected, 700)
@@ -51,11 +48,9 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> SimpleNam
     for i, micro_batch in enumerate(batch):
         captured = micro_batch.captured_N
         for position, layer in enumerate(policy.shape.moe_layers):
-            rows = micro_batch.routed_experts_NLK[:, position].long()[captured]
-            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(
-                1, rows, True
-            )
-            slots += len(rows)
+            routes_NK = micro_batch.routed_experts_NLK[captured, position]
+            given = routing_map(routes_NK, policy.shape.num_experts)
+            slots += len(given)
             wrong += int((used[layer][i][captured] != given).any(-1).sum())
     return SimpleNamespace(
         proof=proof, slots=slots, wrong=wrong, k3=k3, abs_max=metrics["mismatch/abs_max"].value

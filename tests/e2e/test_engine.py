@@ -15,7 +15,7 @@ import pytest
 from tests.e2e import guard_cases, push_cases, step_cases
 from tests.engines import require_equal
 from tests.errors import NOTHING
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.processor import HAS_AVX512
 from tests.sweeps import sweep
 from tests.world import run_rows, run_world
@@ -27,23 +27,22 @@ large = pytest.mark.large
 
 
 @pytest.mark.parametrize(
-    ("tied", "parallel", "hosts", "reads"),
+    ("model", "parallel", "hosts", "reads"),
     [
         pytest.param("", {"ep": 2}, None, "peer", id="ep2-shared-memory"),
         pytest.param("", {}, None, "own", id="dp2", marks=large),
         pytest.param("", {"ep": 2}, ["one", "two"], "network", id="ep2-two-machines", marks=large),
         # The first stage has the embedding, the last one a copy of it as the output layer.
-        pytest.param("qwen3_moe", {"pp": 2}, None, "peer", id="pp2-tied"),
-        pytest.param("qwen3", {"pp": 2}, None, "peer", id="pp2-tied-dense", marks=large),
+        pytest.param("qwen3_moe-tied", {"pp": 2}, None, "peer", id="pp2-tied"),
+        pytest.param("qwen3-tied", {"pp": 2}, None, "peer", id="pp2-tied-dense", marks=large),
     ],
 )
 def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
-    tied: str, parallel: dict[str, int], hosts: list[str] | None, reads: str, tmp_path: Path
+    model: str, parallel: dict[str, int], hosts: list[str] | None, reads: str, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"parallel": parallel, "out": str(tmp_path), "hosts": hosts}
-    if tied:
-        folder = family_checkpoint(tmp_path / "model", tied, tied=True, **engine_sizes(tied))
-        given["model"] = str(folder)
+    if model:
+        given["model"] = str(engine_checkpoint(tmp_path / "model", model))
     for result in run_world(push_cases.push_equals_fresh_engine, 2, **given):
         require_equal(result.pushed)
         assert result.cached_equal
@@ -60,8 +59,7 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
 
 @pytest.fixture(scope="module")
 def guards() -> SimpleNamespace:
-    (found,) = run_world(guard_cases.engine_guards, 1)
-    return found
+    return run_world(guard_cases.engine_guards, 1)[0]
 
 
 def test_engine_refuses_every_wrong_order_and_every_incomplete_push(

@@ -18,8 +18,8 @@ from tests.families import (
     ENGINE_FAMILIES,
     HALF_ENGINE_FAMILIES,
     MOE_FAMILIES,
+    engine_checkpoint,
     engine_sizes,
-    family_checkpoint,
     in_mxfp4,
 )
 from tests.runs import torchrun
@@ -41,8 +41,7 @@ pytestmark = pytest.mark.e2e
 )
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     latent = "kv_lora_rank" in engine_sizes(name.removesuffix("-tied"))  # attention
-    family, tied = name.removesuffix("-tied"), name.endswith("-tied")
-    folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
+    folder = engine_checkpoint(tmp_path / name, name)
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
     require_equal(result.pushed)
     assert result.reload_equal, "weights copied, and weights through vLLM's reload"
@@ -89,7 +88,7 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
     name: str, tmp_path: Path
 ) -> None:
     """Scores differ by rounding, 2e-2 at most."""
-    folder = family_checkpoint(tmp_path / "model", name, **engine_sizes(name))
+    folder = engine_checkpoint(tmp_path / "model", name)
     # gpt-oss as it is published: experts in MXFP4.
     wrong: dict[str, float] = {}
     if name == "gpt_oss":
@@ -135,8 +134,7 @@ def test_layers_as_other_processors_pack_them_take_what_is_pushed(
     name: str, processor: str, tmp_path: Path
 ) -> None:
     """Emulated where this processor is none of that kind; see `tests.processor`."""
-    family, tied = name.removesuffix("-tied"), name.endswith("-tied")
-    folder = family_checkpoint(tmp_path / "model", family, tied=tied, **engine_sizes(family))
+    folder = engine_checkpoint(tmp_path / "model", name)
     given = {"model": str(folder), "out": str(tmp_path), "processor": processor}
     (result,) = run_world(family_cases.other_processor, 1, **given)
     if processor == "avx512_bf16":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.assets import TINY_MOE
 from tests.e2e import adapter_cases
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.runs import interpreter, program, rows_of, run, words
 from tests.world import run_world
 
@@ -37,9 +35,8 @@ def in_int8(weight: torch.Tensor, *, down: bool) -> torch.Tensor:
     return found.mT if down else found
 
 
-def test_export_is_base_plus_product(tmp_path: Path) -> None:
-    model, folder = tmp_path / "model", tmp_path / "run"
-    shutil.copytree(TINY_MOE, model)
+def test_export_is_base_plus_product(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     assert "adapters   " in run(folder, *FLAGS, "--model.path", str(model))
     rows = rows_of(folder)
     assert rows[-1]["eval/heldout/accuracy"] > rows[0]["eval/heldout/accuracy"] + 0.1
@@ -81,7 +78,7 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
 
 def test_vllm_samples_with_the_adapter_as_with_the_merged_model(tmp_path: Path) -> None:
     """A dense model: vLLM's CPU build has no adapters for experts."""
-    model = family_checkpoint(tmp_path / "model", "llama3.1", **engine_sizes("llama3.1"))
+    model = engine_checkpoint(tmp_path / "model", "llama3.1")
     given = {"model": str(model), "out": str(tmp_path)}
     ((base, adapted, merged),) = run_world(adapter_cases.adapted, 1, **given)
     assert adapted[0] == merged[0] != base[0]

@@ -28,15 +28,14 @@ def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Simp
     @cache
     def measured(policy_dtype: str, dense: bool = False) -> list[SimpleNamespace]:
         model = cases.near_tie_checkpoint(tmp_path_factory.mktemp("model"), dense=dense)
-        (found,) = run_world(
+        return run_world(
             cases.paired,
             1,
             model=str(model),
             policy_dtype=policy_dtype,
             engine_dtype="bfloat16",
             batches=BATCHES,
-        )
-        return found
+        )[0]
 
     return measured
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import oracle_cases
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.tiny import embedded
 from tests.world import run_world
 
@@ -31,8 +31,7 @@ def test_each_fault_is_found_by_its_place_and_nothing_else(dtype: str, tmp_path:
 
 
 def test_a_rounded_router_bias_is_found_by_choice_and_by_bytes(tmp_path: Path) -> None:
-    sizes = engine_sizes("glm-4.5") | {"max_position_embeddings": 2048}
-    folder = family_checkpoint(tmp_path / "model", "glm-4.5", **sizes)
+    folder = engine_checkpoint(tmp_path / "model", "glm-4.5", max_position_embeddings=2048)
     (found,) = run_world(oracle_cases.planted, 1, model=str(folder), bias=True)
     assert (found.again, found.same_routes) == (0.0, True)
     assert found.findings["sound"] == []

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import proof_cases
 from tests.errors import NOTHING
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 def test_what_stays_as_it_was_is_named(
     family: str, dtype: str, kinds: set[str], tmp_path: Path
 ) -> None:
-    folder = family_checkpoint(tmp_path / "model", family, **engine_sizes(family))
+    folder = engine_checkpoint(tmp_path / "model", family)
     (found,) = run_world(proof_cases.kept_tensors, 1, model=str(folder), dtype=dtype)
     assert found.weights.keys() == kinds
     said = {

@@ -11,7 +11,7 @@ import pytest
 from r3 import assets
 from tests.e2e import mask_cases as cases
 from tests.e2e.capture_cases import SMALL_CACHE_GIB
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -46,7 +46,7 @@ def test_with_masks_the_mismatch_is_rounding(layout: str) -> None:
 # Thirteen families by hand: k3 of 8e-15 to 3e-11 with masks, 1.2 to 2.2 without.
 @pytest.mark.parametrize("family", ["deepseek_v3", "granitemoe"])
 def test_masks_of_other_families_leave_rounding(family: str, tmp_path: Path) -> None:
-    folder = family_checkpoint(tmp_path / "model", family, **engine_sizes(family))
+    folder = engine_checkpoint(tmp_path / "model", family)
     (each,) = found(model=str(folder))
     # Latent attention rounds more: 3e-11 was measured.
     assert each.k3 <= 1e-9 and each.k3_dropped >= 0.1

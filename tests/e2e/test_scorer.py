@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
 from tests.families import classifier
-from tests.runs import dumped, rows_of, run, words
+from tests.runs import dumped, rows_of, run, soon, words
 from tests.warm import interpreter
 from tests.world import ROOT, run_world
 
@@ -65,23 +63,18 @@ def vllm_server() -> Iterator[str]:
     )
     url = f"http://127.0.0.1:{port}/v1"
     try:
-        until = time.monotonic() + 240.0
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/models", timeout=5):
-                    break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None, process.communicate()[0][-4000:]
-                assert time.monotonic() < until, "vLLM's server did not answer in four minutes"
-                time.sleep(0.5)
+
+        def answers() -> bool:
+            assert process.poll() is None, process.communicate()[0][-4000:]
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/models", timeout=5).is_success
+            return False
+
+        assert soon(answers, 240.0), "vLLM's server did not answer in four minutes"
         # The first reply takes long: it is not to count against the time limit of calls.
         question = {"model": "grader", "messages": [{"role": "user", "content": "7"}]}
-        request = urllib.request.Request(
-            f"{url}/chat/completions",
-            json.dumps(question | {"max_tokens": 4}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request, timeout=240).close()
+        chat = f"{url}/chat/completions"
+        httpx.post(chat, json=question | {"max_tokens": 4}, timeout=240).raise_for_status()
         yield url
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -94,7 +87,7 @@ def judged_rounds(folder: Path, **arguments: str) -> dict[str, SimpleNamespace]:
     # As much as the shipped model can take
     (folder / "prompt.txt").write_text("{question} {response}")
     (folder / "classifier").mkdir()
-    (found,) = run_world(
+    return run_world(
         scorer_cases.kinds,
         1,
         file=str(folder / "mine.py"),
@@ -102,8 +95,7 @@ def judged_rounds(folder: Path, **arguments: str) -> dict[str, SimpleNamespace]:
         prompt_file=str(folder / "prompt.txt"),
         timeout_s=400.0,
         **arguments,
-    )
-    return found
+    )[0]
 
 
 @pytest.fixture(scope="module")

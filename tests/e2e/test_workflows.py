@@ -27,8 +27,7 @@ Facts = dict[str, SimpleNamespace]  # by kind
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     folder = str(tmp_path_factory.mktemp("workflows"))
-    (found,) = run_world(workflow_cases.episodes, 1, folder=folder, timeout_s=300.0)
-    return found
+    return run_world(workflow_cases.episodes, 1, folder=folder, timeout_s=300.0)[0]
 
 
 @pytest.mark.parametrize("kind", ["talks", "branching", "reasoning"])
