@@ -1,7 +1,8 @@
 """Conversations with a real engine, and the same tokens in transformers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from tests.engines import engine_from_disk
 
 CHATTY = '''
 import random, time
-
-from r3.envs import Calculator
 
 class Chatty:
     """Three turns; replies depend on the messages, and delays differ in every run."""
@@ -39,34 +38,9 @@ class Tool(Chatty):
     role = "tool"
     tools = ({"type": "function", "function": {"name": "calc"}},)
 
-class Calls(Calculator):
-    """The model knows no tools, but it writes sums: each sum that it starts is a call."""
-    stop = ("=",)
-    def step(self, message):
-        text = message["content"]
-        if text.endswith("="):
-            last = text[:-1].split()[-1:]
-            text = f"<tool_call>{''.join(last)}</tool_call>"
-        return super().step({**message, "content": text})
-
 class Stops(Chatty):
     stop = ("=", "####")
 '''
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Engine against transformers.
-
-    Attributes:
-        worst: largest difference in the log-probability of a sampled token.
-        slots: (token, layer) slots.
-        wrong: slots with other experts.
-    """
-
-    worst: float
-    slots: int
-    wrong: int
 
 
 def require_agreement(found: Any) -> None:
@@ -156,10 +130,17 @@ class Yardstick:
         chosen = [scores.topk(k, dim=-1).indices.sort(-1).values for scores in output.router_logits]
         return apart_T, (torch.stack(chosen, 1)[:-1].numpy() != given).any(-1)
 
-    def compare(self, rollouts: Sequence[Rollout]) -> Agreement:
-        """Compare log-probabilities of all sampled tokens, and experts of all rows."""
+    def compare(self, rollouts: Sequence[Rollout]) -> SimpleNamespace:
+        """Compare log-probabilities of all sampled tokens, and experts of all rows.
+
+        Returns:
+            Engine against transformers.
+            worst: largest difference in the log-probability of a sampled token.
+            slots: (token, layer) slots.
+            wrong: slots with other experts.
+        """
         parts = [self.differences(rollout) for rollout in rollouts]
-        return Agreement(
+        return SimpleNamespace(
             worst=max(float(apart_T.max()) for apart_T, _ in parts),
             slots=sum(wrong_TL.size for _, wrong_TL in parts),
             wrong=sum(int(wrong_TL.sum()) for _, wrong_TL in parts),

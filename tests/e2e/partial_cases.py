@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,10 @@ from r3 import assets
 from r3.config import Config
 from r3.models import Experts
 from r3.models.shape import ModelShape
-from r3.partial import from_state_dict
 from r3.rewards.scorer import Scorer
 from r3.rollout import BudgetError, Collected, ConversationSetup, rollout_source
-from r3.routing import captured_rows
 from r3.run import CheckpointFiles
 from r3.runtime.device import Device
-from r3.sync import PackingSpec, distribute
 from r3.types import Rollout
 from tests.errors import message_of
 from tests.talkers import CHATTY, Talker, Yardstick, values
@@ -182,7 +179,6 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Simple
             (every segment against its own policy version), `complete` (every rollout has tokens - 1
             captured rows) and `saved` (steps that go through checkpoint files give the same).
             The rest only with one rank.
-        groups: groups in a checkpoint, as one engine and as the first and second of two read them.
         drop: without staleness, which drops what the budget interrupts.
         off, plenty: without a budget, and with one that no conversation reaches.
         nothing: message of a step in which nothing finishes.
@@ -224,92 +220,24 @@ def budgets(device: Device, *, folder: str, kinds: Sequence[str] = ()) -> Simple
         if not yardsticks:
             continue
         rollouts = [each.rollout for samples, _, _ in rounds for each in samples]
-        complete = all(
+        results[kind].complete = all(
             len(each.routed_experts) == len(each.tokens_T) - 1 and each.routed_experts.min() >= 0
             for each in rollouts
         )
-        again = stepper.steps(budget, saved=where / kind, **env)
         results[kind].versions = compare(rollouts, yardsticks)
-        results[kind].complete = complete
+        again = stepper.steps(budget, saved=where / kind, **env)
         results[kind].saved = copied(again) == results[kind].rollouts
     if not yardsticks:
         return SimpleNamespace(kinds=results)
 
-    # The file of one engine, read by one and by two: every group is there once.
-    folder = where / "single" / "step_2"
-    files = CheckpointFiles(folder)
-    left = from_state_dict(files, engine=0, engines=1, is_leader=True)
-    parts = [from_state_dict(files, engine=i, engines=2, is_leader=True) for i in range(2)]
-    groups = [left.groups, *(part.groups for part in parts)]
+    def dropping(budget: int) -> list[Collected]:
+        rollout = replace(config.rollout, max_staleness=0, step_token_budget=budget)
+        return stepper.steps(replace(config, rollout=rollout))
 
-    dropping = replace(
-        config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=24)
-    )
-    drop = kind_of(stepper.steps(dropping))
-    # A budget that no conversation reaches changes nothing.
-    off, plenty = (
-        copied(
-            stepper.steps(
-                replace(dropping, rollout=replace(dropping.rollout, step_token_budget=budget))
-            )
-        )
-        for budget in (0, 60)
-    )
-    tiny = replace(dropping, rollout=replace(dropping.rollout, step_token_budget=2))
-    nothing = message_of(lambda: stepper.steps(tiny), BudgetError)
     return SimpleNamespace(
         kinds=results,
-        groups=groups,
-        drop=drop,
-        off=off,
-        plenty=plenty,
-        nothing=nothing,
-        trained=trained(stepper, config),
-    )
-
-
-def trained(stepper: Stepper, config: Config) -> SimpleNamespace:
-    """Distribute the last step with rollouts that an older policy version began.
-
-    Returns:
-        A step with old rollouts as the trainer takes it.
-        old, marked: rollouts that an older version began, and those without a current token.
-        expected, captured: rows of routes.
-        too_old: message where only the newest version is allowed.
-    """
-    by_version = dict(enumerate(samples for samples, _, _ in stepper.steps(config)))
-    current = max(
-        version
-        for version, samples in by_version.items()
-        if any(each.rollout.policy_version < version for each in samples)
-    )
-    samples = by_version[current]
-    (batch,), _ = distribute(
-        samples,
-        stepper.mesh,
-        stepper.task.shape,
-        PackingSpec(micro_batch_tokens=512, policy_versions=range(current - 2, current + 1)),
-    )
-    keys = sorted(each.rollout.key for each in samples)
-    rollouts = [each.rollout for each in samples]
-    old = {keys.index(each.key) for each in rollouts if each.policy_version < current}
-    marked = {
-        index
-        for micro_batch in batch
-        for index, (start, end) in zip(
-            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
-        )
-        if index >= 0 and not bool(micro_batch.current_N[start:end].any())
-    }
-    rows = captured_rows(rollouts)
-    newest = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
-    return SimpleNamespace(
-        old=sorted(old),
-        marked=sorted(marked),
-        count=len(samples),
-        expected=rows["routing/rows_expected"].value,
-        captured=rows["routing/rows_captured"].value,
-        too_old=message_of(
-            lambda: distribute(samples, stepper.mesh, stepper.task.shape, newest), RuntimeError
-        ),
+        drop=kind_of(dropping(24)),
+        off=copied(dropping(0)),
+        plenty=copied(dropping(60)),
+        nothing=message_of(lambda: dropping(2), BudgetError),
     )

@@ -38,10 +38,7 @@ def scheduled(device: Device) -> SimpleNamespace:
         ahead: most batches of tokens that vLLM had scheduled after the one that it read.
         ahead_equal: requests of that round return the rows of the usual engine.
         ahead_stale: message about routes that were written to the slots of an earlier batch.
-        turns_cached: tokens that second turns found in the prefix cache.
-        turns: rows of conversations of two turns.
-        turns_differ: those that are not what the routers choose for the whole conversation.
-        turns_late: message about a second turn whose rows are late by a token.
+        turns: conversations of two turns, see `two_turns`.
         foreign: message about a request whose prefix has a cache without routes.
         abandoned: message after requests were aborted before their first pass.
         after: the engine returns the same bytes after all that.
@@ -49,51 +46,46 @@ def scheduled(device: Device) -> SimpleNamespace:
     config = tiny_config(rollout={"max_response_tokens": 64})  # room for two turns
     task = read_task(config)
     prompts = [list(prompt.tokens_T) for prompt in task.prompts.prompts[:8]]
-    usual = engine_from_disk(config, device, task)
+
+    def engine_of(requests_at_once: int) -> Engine:
+        engine = replace(config.engine, max_num_seqs=requests_at_once)
+        return engine_from_disk(replace(config, engine=engine), device, task)
+
+    usual = engine_of(config.engine.max_num_seqs)
     expected = sample(usual, requests(prompts))
 
-    few = replace(config, engine=replace(config.engine, max_num_seqs=2))
-    of_two = engine_from_disk(few, device, task)
-    two_equal = same(sample(of_two, requests(prompts)), expected)
+    def as_usual(engine: Engine) -> bool:
+        return same(sample(engine, requests(prompts)), expected)
 
-    turns_cached, turns, turns_differ, turns_late = two_turns(usual, prompts)
-    foreign = message_of(lambda: sample_without_routes(usual, prompts[0]), RouteError)
+    found, of_two = SimpleNamespace(longest=max(map(len, prompts))), engine_of(2)
+    found.two_equal = as_usual(of_two)
+    found.turns = two_turns(usual, prompts)
+    found.foreign = message_of(lambda: sample_without_routes(usual, prompts[0]), RouteError)
     usual.reset_cache()
-    abandoned = message_of(lambda: abandon(of_two, prompts), AssertionError)
-    after = same(sample(of_two, requests(prompts)), expected)
-
-    chunk = 40
-    sizes = dict(enable_chunked_prefill=True, max_num_batched_tokens=chunk)
-    with engines_with(**sizes):
-        chunked = engine_from_disk(
-            replace(config, engine=replace(config.engine, max_num_seqs=8)), device, task
-        )
-    chunks = compared(chunked, requests(prompts))
-    chunks_equal = same(sample(chunked, requests(prompts)), expected)
+    found.abandoned = message_of(lambda: abandon(of_two, prompts), AssertionError)
+    found.after = as_usual(of_two)
+    with engines_with(enable_chunked_prefill=True, max_num_batched_tokens=40):
+        chunked = engine_of(8)
+    found.chunks = compared(chunked, requests(prompts))
+    found.chunks_equal = as_usual(chunked)
     chunked.reset_cache()
     with queue_of_two(chunked) as ahead:
-        ahead_equal = same(sample(chunked, requests(prompts)), expected)
+        found.ahead_equal = as_usual(chunked)
         chunked.reset_cache()
-        ahead_stale = message_of(lambda: sample_into_one_batch(chunked, prompts[0]), RouteError)
-    return SimpleNamespace(
-        longest=max(map(len, prompts)),
-        two_equal=two_equal,
-        chunks=chunks,
-        chunks_equal=chunks_equal,
-        ahead=max(ahead),
-        ahead_equal=ahead_equal,
-        ahead_stale=ahead_stale,
-        turns_cached=turns_cached,
-        turns=turns,
-        turns_differ=turns_differ,
-        turns_late=turns_late,
-        foreign=foreign,
-        abandoned=abandoned,
-        after=after,
-    )
+        found.ahead_stale = message_of(
+            lambda: sample_into_one_batch(chunked, prompts[0]), RouteError
+        )
+    found.ahead = max(ahead)
+    return found
 
 
-def requests(prompts: Sequence[list[int]], first_row: int = 0, count: int = 12) -> list[Turn]:
+def requests(
+    prompts: Sequence[Sequence[int]],
+    first_row: int = 0,
+    count: int = 12,
+    sampling: Sampling = GREEDY,
+) -> list[Turn]:
+    """Turns of so many tokens, one for each prompt."""
     return [
         Turn(
             key=key,
@@ -101,7 +93,7 @@ def requests(prompts: Sequence[list[int]], first_row: int = 0, count: int = 12) 
             first_row=first_row,
             seed=0,
             max_tokens=count,
-            sampling=GREEDY,
+            sampling=sampling,
         )
         for key, tokens in enumerate(prompts)
     ]
@@ -192,8 +184,14 @@ def queue_of_two(engine: Engine) -> Iterator[list[int]]:
         core.batch_queue_size, core.batch_queue, core.step_fn = kept
 
 
-def two_turns(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int, int, str]:
-    """Sample two turns of each conversation; compare their rows with those of the whole."""
+def two_turns(engine: Engine, prompts: Sequence[list[int]]) -> SimpleNamespace:
+    """Sample two turns of each conversation; compare their rows with those of the whole.
+
+    Returns:
+        cached: tokens that second turns found in the prefix cache.
+        rows, differ: rows, and those that are not what the routers choose for the whole.
+        late, few: messages about a second turn whose rows are late by a token, or one too few.
+    """
     engine.reset_cache()
     talks = [Transcript(engine.capture_spec, tokens, who="a talk") for tokens in prompts]
     for talk, first in zip(talks, sample(engine, requests(prompts)), strict=True):
@@ -205,18 +203,23 @@ def two_turns(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int, i
             for talk, turn in zip(talks, requests([talk.tokens for talk in talks]), strict=True)
         ]
         seconds = sample(engine, turns)
-    late = replace(seconds[0], routed_experts=np.roll(ids_of(seconds[0]), 1, axis=0))
-    message = message_of(lambda: copy.deepcopy(talks[0]).append_sample(late), RouteError)
-    rows = differ = 0
+
+    def refused(rows: np.ndarray) -> str:
+        wrong = replace(seconds[0], routed_experts=rows)
+        return message_of(lambda: copy.deepcopy(talks[0]).append_sample(wrong), RouteError)
+
+    ids = ids_of(seconds[0])
+    found = SimpleNamespace(cached=sum(cached), rows=0, differ=0)
+    found.late, found.few = refused(np.roll(ids, 1, axis=0)), refused(ids[:-1])
     for talk, second in zip(talks, seconds, strict=True):
         talk.append_sample(second)
         engine.reset_cache()
         (whole,) = sample(engine, requests([talk.tokens], count=1))
         routes = np.sort(talk.rows(), axis=-1)
-        rows += len(routes)
-        differ += count_other(routes, ids_of(whole)[: len(routes)])
+        found.rows += len(routes)
+        found.differ += count_other(routes, ids_of(whole)[: len(routes)])
     engine.reset_cache()
-    return sum(cached), rows, differ, message
+    return found
 
 
 def sample_without_routes(engine: Engine, tokens: list[int]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from r3.engine import Engine, Sampled, Sampling, Transcript, Turn
+from r3.engine import Sampling
 from r3.runtime.device import Device
-from r3.types import Rollout, RouteError
+from r3.types import Rollout
+from tests.e2e.schedule_cases import requests, sample
 from tests.talkers import CHATTY, Talker, Yardstick, values
 from tests.tiny import rewards_of, tiny_config
 
@@ -20,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chatty": {"path": "Chatty"},
     "tool in workers": {"path": "Tool", "workers": 1},
-    "calls": {"path": "Calls", "max_turns": 5},
     "stop strings": {"path": "Stops", "stop": ("+",)},
     "cut turns": {"path": "Chatty", "max_turn_tokens": 3},
     "little room": {"path": "Chatty", "max_tokens": 40},
@@ -75,10 +75,10 @@ def talks(
     Args:
         kinds: which; none: all.
         prompts: prompts of each kind, two samples each.
-        is_compared: compare each conversation with transformers, and feed one to the guards.
+        is_compared: compare each conversation with transformers.
 
     Returns:
-        Rounds by kind, and the results of right and wrong rows in a later turn.
+        Rounds by kind.
         stopped: last token and finish reason where only a stop string ends a turn.
     """
     file = Path(folder) / f"chatty_{device.rank}_{device.world_size}.py"
@@ -92,7 +92,6 @@ def talks(
     yardstick = Yardstick(config.model.path) if is_compared else None
     few = talker.task.prompts.prompts[:prompts]
     talks: dict[str, SimpleNamespace] = {}
-    messages: dict[str, str] = {}
     for kind in kinds or KINDS:
         env = dict(KINDS[kind])
         if "path" in env:
@@ -105,63 +104,13 @@ def talks(
             metrics=values(collected.metrics),
             agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )
-        if kind == "chatty" and yardstick and rollouts:
-            messages = guards(talker.engine, rollouts)
-    return SimpleNamespace(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
+    return SimpleNamespace(kinds=talks, stopped=stopped(talker, "<|im_end|>"))
 
 
 def stopped(talker: Talker, stop: str) -> list[list[str]]:
     """Sample until a stop string; return last token and finish reason of each response."""
-    sampling, found = Sampling(temperature=0.0, stop=(stop,)), []
-    with talker.engine.sampler(policy_version=0) as sampler:
-        for key, prompt in enumerate(talker.task.prompts.prompts[:4]):
-            sampler.add(
-                Turn(
-                    key=key,
-                    tokens_T=prompt.tokens_T,
-                    first_row=0,
-                    seed=0,
-                    max_tokens=120,
-                    sampling=sampling,
-                )
-            )
-        while sampler.busy:
-            found += sampler.step()
+    sampling = Sampling(temperature=0.0, stop=(stop,))
+    prompts = [prompt.tokens_T for prompt in talker.task.prompts.prompts[:4]]
+    found = sample(talker.engine, requests(prompts, count=120, sampling=sampling))
     decode = talker.task.tokenizer.decode
     return [[decode(each.tokens_T[-1:]), each.finish_reason] for each in found]
-
-
-def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
-    """Feed a conversation to a new transcript, with right and wrong rows in its second turn."""
-    rollout = max(rollouts, key=lambda rollout: len(rollout.tokens_T))
-    mask, rows = rollout.loss_mask_T, rollout.routed_experts
-    # Begin and end of two turns.
-    turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[:4].tolist()
-    assert len(turns) == 4, "it has only one turn"
-    results: dict[str, str] = {}
-    for name, shift, missing in (("right", 0, 0), ("shifted", 1, 0), ("too few", 0, 1)):
-        transcript = Transcript(
-            engine.capture_spec, rollout.tokens_T[: turns[0]].tolist(), who="the rollout"
-        )
-        try:
-            for start, end in (turns[:2], turns[2:]):
-                transcript.observe(rollout.tokens_T[len(transcript.tokens) : start].tolist())
-                first = transcript.first_row
-                late = shift if first else 0
-                transcript.append_sample(
-                    Sampled(
-                        key=0,
-                        tokens_T=rollout.tokens_T[start:end].tolist(),
-                        logprobs_T=rollout.logprobs_T[start:end].tolist(),
-                        routed_experts=rows[
-                            first - late : end - 1 - late - (missing if first else 0)
-                        ],
-                        first_row=first,
-                        finish_reason="stop",
-                    )
-                )
-            same = transcript.tokens == rollout.tokens_T[: turns[3]].tolist()
-            results[name] = f"{same} {np.array_equal(transcript.rows(), rows[: turns[3] - 1])}"
-        except RouteError as error:
-            results[name] = str(error)
-    return results

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import capture_cases as cases
 from tests.e2e import schedule_cases
-from tests.families import engine_sizes, family_checkpoint
+from tests.families import engine_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def found() -> SimpleNamespace:
-    (result,) = run_world(cases.captured, 1)
-    return result
+    return run_world(cases.captured, 1)[0]
 
 
 def test_rows_are_what_a_hook_on_the_routers_saw(found: SimpleNamespace) -> None:
@@ -77,8 +76,7 @@ def test_aborted_request_is_an_error_and_leaves_nothing_behind(found: SimpleName
 
 @pytest.fixture(scope="module")
 def scheduled() -> SimpleNamespace:
-    (result,) = run_world(schedule_cases.scheduled, 1)
-    return result
+    return run_world(schedule_cases.scheduled, 1)[0]
 
 
 def test_a_prompt_longer_than_the_requests_at_once_is_captured(scheduled: SimpleNamespace) -> None:
@@ -101,9 +99,11 @@ def test_batches_scheduled_ahead_change_no_route(scheduled: SimpleNamespace) -> 
 
 
 def test_two_turns_have_the_routes_of_the_whole_conversation(scheduled: SimpleNamespace) -> None:
-    assert scheduled.turns_cached >= 32 and scheduled.turns > 300
-    assert scheduled.turns_differ == 0
-    assert "name other experts. Rows are shifted" in scheduled.turns_late
+    turns = scheduled.turns
+    assert turns.cached >= 32 and turns.rows > 300
+    assert turns.differ == 0
+    assert "name other experts. Rows are shifted" in turns.late
+    assert "rows of routes, got shape" in turns.few
 
 
 def test_cached_tokens_without_routes_are_refused(scheduled: SimpleNamespace) -> None:
@@ -122,7 +122,7 @@ def test_requests_aborted_before_their_first_pass_leave_no_trace(
 def test_routes_lie_in_the_slots_of_the_group_that_keeps_all_tokens(
     name: str, tmp_path: Path
 ) -> None:
-    folder = family_checkpoint(tmp_path / "model", name, **engine_sizes(name))
+    folder = engine_checkpoint(tmp_path / "model", name)
     (found,) = run_world(schedule_cases.groups, 1, model=str(folder))
     assert len(found.kinds) > 1 and found.chosen == "FullAttentionSpec"
     sampled = found.found

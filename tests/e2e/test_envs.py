@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from r3.envs import evaluate
 from tests.e2e import refill_cases, talk_cases
 from tests.talkers import require_agreement
 from tests.tiny import base_model
@@ -25,8 +23,7 @@ def talked(folder: Path, ranks: int, **options: Any) -> list[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    (found,) = talked(tmp_path_factory.mktemp("envs"), 1)
-    return found
+    return talked(tmp_path_factory.mktemp("envs"), 1)[0]
 
 
 @pytest.mark.parametrize("kind", talk_cases.KINDS)
@@ -38,18 +35,6 @@ def test_conversations_equal_transformers(talks: SimpleNamespace, kind: str) -> 
         assert rollout.observed_logprobs == 0.0
     assert len(talk.rollouts) == 16
     assert talk.metrics.get("routing/overlap_differs", 0.0) == 0.0
-
-
-def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
-    talks: SimpleNamespace,
-) -> None:
-    said = talks.guards
-    assert said["right"] == "True True"
-    assert (
-        "again, and 16 of them name other experts" in said["shifted"]
-        and "Rows are shifted" in said["shifted"]
-    )
-    assert "rows of routes, got shape" in said["too few"]
 
 
 def test_conversations_have_the_turns_they_should(talks: SimpleNamespace) -> None:
@@ -65,19 +50,6 @@ def test_conversations_have_the_turns_they_should(talks: SimpleNamespace) -> Non
     few = [(len(r.turns), r.finish_reason) for r in talks.kinds["few turns"].rollouts]
     assert set(few) <= {(2, "turns"), (2, "length"), (1, "length")} and few.count((2, "turns")) > 8
     assert talks.kinds["game"].metrics["env/turns_mean"] > 2
-
-
-def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: SimpleNamespace) -> None:
-    replies = [
-        (text, reply)
-        for rollout in talks.kinds["calls"].rollouts
-        for text, reply in re.findall(
-            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<",
-            rollout.text,
-        )
-    ]
-    assert replies, "at temperature 1 some of 16 conversations write their steps"
-    assert all(evaluate(text) == reply for text, reply in replies)
 
 
 def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
