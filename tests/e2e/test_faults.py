@@ -40,11 +40,12 @@ OF_TORCHRUN = {
 }
 
 
-def second_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def first_of_two(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start the first of two ranks and wait for its end."""
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = (interpreter(), "train.py", "tiny-smoke", "--log.dir", folder, *flags)
-    return program(*command, env=ranks | {"PYTHONPATH": str(ROOT)})
+    return program(*command, env=ranks | address | {"PYTHONPATH": str(ROOT)})
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -68,7 +69,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         rank.suspend()  # a living run that writes nothing, so that any change is the second start's
     try:
         before = contents(folder)
-        second = second_start(folder, *flags)
+        second = first_of_two(folder, *flags)
         after = contents(folder)
     finally:
         for rank in ranks:
@@ -181,11 +182,8 @@ def test_step_that_fails_beside_a_save_lets_it_end_first(hung: SimpleNamespace) 
 
 def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
     """One of two ranks starts: as if the other one had been stopped while it was imported."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     limits = ("--debug.stall_s", "1", "--debug.kill_after_s", "2")
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = (interpreter(), "train.py", "tiny-smoke", "--log.dir", tmp_path, *limits)
-    done = program(*command, env=ranks | address | {"PYTHONPATH": str(ROOT)})
+    done = first_of_two(tmp_path, *limits)
     assert done.returncode == -ENDS_RANK, done.stderr[-3000:]  # launch/ makes 75 of it
     assert "no rank made progress for 4 s (debug.kill_after_s); rank 0 ends" in done.stderr
 

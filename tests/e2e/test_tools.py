@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from r3 import assets, show, watch
 from r3.envs import Calculator, evaluate
@@ -19,6 +18,7 @@ from r3.run import read_jsonl
 from r3.tools import read_rollouts
 from r3.types import Rollout
 from tests.runs import require_replayed, rows_of, run, words
+from tests.tiny import tokenizer_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
@@ -46,7 +46,7 @@ def rollouts_of(folder: Path, step: int) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
+    return tokenizer_with(folder=assets.TINY_MOE_TOOLS)
 
 
 def test_conversations_call_the_calculator_and_hear_the_right_answer(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from r3.algo.advantage import Reward
-from r3.config import Config, with_values
+from r3.config import with_values
 from r3.policy import Policy
 from r3.runtime.device import Device
-from r3.runtime.mesh import Mesh, build_mesh, cuda_type_names
+from r3.runtime.mesh import build_mesh, cuda_type_names
 from r3.types import Batch, MicroBatch
 from tests.policies import (
     LENGTHS,
@@ -65,7 +65,7 @@ def epochs(
 
     def off_by(**how: Any) -> tuple[float, list[float]]:
         other = policy_of(device, mesh, config)
-        clipped = by_hand(other, batches, mesh, config, **how)
+        clipped = by_hand(other, batches, **how)
         return _distance(weights_of(other), after), clipped
 
     same, clipped = off_by(count=count)
@@ -87,8 +87,6 @@ def epochs(
 def by_hand(
     policy: Policy,
     batches: Sequence[Batch],
-    mesh: Mesh,
-    config: Config,
     *,
     count: int,
     rescored: bool = False,
@@ -98,7 +96,8 @@ def by_hand(
 
     The forward and the optimizer are the policy's; what is made with which numbers is written here.
     """
-    low, high = 1 - config.algo.clip_low, 1 + config.algo.clip_high
+    algo = policy.config.algo
+    low, high = 1 - algo.clip_low, 1 + algo.clip_high
     replayed = "live" if live else "replay"
     old = [policy.score(batch, mode="replay").logprobs for batch in batches]
     shares = []
@@ -134,7 +133,7 @@ def by_hand(
                 policy.optimizer.step()
             clipped += float(sum(each.sum() for each in clips))
             tokens_of_epoch += batch[0].num_loss_tokens
-        shares.append(float(mesh.dp.all_reduce(torch.tensor(clipped))) / tokens_of_epoch)
+        shares.append(float(policy.mesh.dp.all_reduce(torch.tensor(clipped))) / tokens_of_epoch)
     return shares
 
 

@@ -201,7 +201,7 @@ def pipeline_contract(
     scratch = out.with_name(f"{out.name}.gradients")
     return SimpleNamespace(
         logits=largest,
-        **gradient_differences(policy, mesh, stream, reference, scratch),
+        **gradient_differences(policy, stream, reference, scratch),
         round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
         decayed=wrongly_decayed(policy),
     )
@@ -282,20 +282,15 @@ def differences(
 
     return {
         "logits": float((whole_NV - theirs_NV).abs().max()),
-        **gradient_differences(policy, mesh, stream, reference, scratch, scale=1 / mesh.dp.size),
+        **gradient_differences(policy, stream, reference, scratch, scale=1 / mesh.dp.size),
     }
 
 
 def gradient_differences(
-    policy: Policy,
-    mesh: Mesh,
-    stream: WeightStream,
-    reference: Any,
-    scratch: Path,
-    *,
-    scale: float = 1.0,
+    policy: Policy, stream: WeightStream, reference: Any, scratch: Path, *, scale: float = 1.0
 ) -> dict[str, float]:
     """Compare the gradients of both models, the policy's times `scale`; see `differences`."""
+    world = policy.mesh.world
     with cuda_type_names():
         policy.optimizer.prepare_grads()
         norm = policy.optimizer.get_grad_norm() * scale
@@ -309,11 +304,11 @@ def gradient_differences(
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.zero_()
-    if mesh.world.rank == 0:
+    if world.rank == 0:
         reference.save_pretrained(scratch)
         if policy.shape.renamed:
             as_ling(scratch)
-    mesh.world.barrier()
+    world.barrier()
     expected = {
         name: tensor
         for name, tensor in tensors_of(scratch).items()
@@ -321,7 +316,7 @@ def gradient_differences(
     }
     found = {name: tensor.clone() for name, tensor in joined(stream.read(), policy.shape)}
     assert found.keys() == expected.keys()
-    mesh.world.barrier()
+    world.barrier()
     sizes = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
     least = 1e-3 * max(sizes.values())
     expected_norm = float(

@@ -24,7 +24,6 @@ from r3.run import (
     step_folders,
 )
 from r3.runtime.device import Device
-from r3.runtime.mesh import Mesh
 from r3.sync import WeightStream
 from tests.policies import build_with_batch, one_update
 from tests.tiny import tiny_config
@@ -43,7 +42,7 @@ def attempts(
             **{"checkpoint.export_every": 3, "train.patience": 2, "log.tensorboard": False},
         },
     )
-    mesh, policy, batch = build_with_batch(device, config)
+    _, policy, batch = build_with_batch(device, config)
     one_update(policy, batch, total_updates=20)  # the optimizer has a state to save
     run_dir = RunDir(Path(out))
     if device.rank == 0:
@@ -58,7 +57,7 @@ def attempts(
         if device.rank == 0 and len(found) == 1:
             run_dir.metrics.unlink()  # the second attempt knows the best from its checkpoint
         now = with_values(config, {"train.patience": patience})
-        found.append(_attempt(now, device, mesh, policy, run_dir, values, stops_after))
+        found.append(_attempt(now, policy, run_dir, values, stops_after))
         if device.rank == 0:
             run_dir.hf(3).with_name(".step_000003.partial").unlink(missing_ok=True)
         dist.barrier()
@@ -66,13 +65,7 @@ def attempts(
 
 
 def _attempt(
-    config: Config,
-    device: Device,
-    mesh: Mesh,
-    policy: Policy,
-    run_dir: RunDir,
-    values: dict[int, float],
-    stops_after: int,
+    config: Config, policy: Policy, run_dir: RunDir, values: dict[int, float], stops_after: int
 ) -> SimpleNamespace:
     """Start or resume a run, and make steps whose evaluations have these values.
 
@@ -84,6 +77,7 @@ def _attempt(
     """
     step, latest = (step_folders(run_dir.checkpoints) or [(0, None)])[-1]
     nothing: Any = None  # no step is made here
+    device, mesh = policy.device, policy.mesh
     run = Session(
         config=config,
         task=nothing,
