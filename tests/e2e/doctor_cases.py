@@ -50,12 +50,11 @@ def _packed_backwards(pack: Any) -> Any:
 def _live(get_replay_topk: Any) -> Any:
     """The router asks for routes, ignores them and routes live, as a fused router does."""
 
-    def faulty(
-        self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any
-    ) -> Any:
-        get_replay_topk(self, scores, topk, groups, group_topk, compute)
+    def faulty(self: RouterTap, *given: Any) -> Any:
+        get_replay_topk(self, *given)
         self.sizes = None  # otherwise the dispatcher refuses what was not planned
-        return compute(scores, topk, groups, group_topk)
+        *routed, compute = given
+        return compute(*routed)
 
     return faulty
 

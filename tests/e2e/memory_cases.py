@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,11 +34,11 @@ def engine_weight_bytes(model: Any) -> int:
     return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
-def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]]:
+def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[int, int]]]:
     """Measure the parts of the memory plan, by setting.
 
     Returns:
-        Bytes of one part of the memory plan.
+        Bytes of one part of the memory plan, planned and measured.
     """
     config = replace(tiny_smoke(), parallel=replace(tiny_smoke().parallel, ep=1))
     mesh = build_mesh(device, config.parallel)
@@ -49,17 +48,13 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]
     generate = plan.memory(config, shape, 1)["GENERATE"]
     engine.wake("weights")
     engine.wake("kv_cache")
-    found = {
-        "engine": {
-            "engine weights": SimpleNamespace(
-                planned=generate["engine weights"], measured=engine_weight_bytes(net_of(engine))
-            ),
-            "KV cache": SimpleNamespace(
-                planned=generate["KV cache"],
-                measured=sum(storage.nbytes() for storage in engine._sleeper._cache._storages()),
-            ),
-        }
+    cache = sum(storage.nbytes() for storage in engine._sleeper._cache._storages())
+    weights = engine_weight_bytes(net_of(engine))
+    of_engine = {
+        "engine weights": (generate["engine weights"], weights),
+        "KV cache": (generate["KV cache"], cache),
     }
+    found = {"engine": of_engine}
     engine.sleep()
 
     rollouts = random_rollouts(shape, [64] * (config.train.micro_batch_tokens // 64))
@@ -86,23 +81,16 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, SimpleNamespace]
             # The optimizer makes its state in its first step.
             one_update(policy, batch, total_updates=2)
             peak = peak_bytes(lambda policy=policy: policy.forward_backward(batch))  # type: ignore[misc]
-            train = plan.memory(setting, shape, 1)["TRAIN"]
+            planned = plan.memory(setting, shape, 1)["TRAIN"]
+            measured = {
+                "policy weights": sum(t.nbytes for t in policy.parameter_buffers()),
+                "gradients": sum(t.nbytes for t in policy.memory.gradient_buffers()),
+                "optimizer": sum(t.nbytes for _, t in policy.memory.optimizer_tensors()),
+            }
+            outputs = planned["activations"] + planned["output layer"]
             found[f"{dtype}, recompute {recompute}"] = {
-                "policy weights": SimpleNamespace(
-                    planned=train["policy weights"],
-                    measured=sum(t.nbytes for t in policy.parameter_buffers()),
-                ),
-                "gradients": SimpleNamespace(
-                    planned=train["gradients"],
-                    measured=sum(t.nbytes for t in policy.memory.gradient_buffers()),
-                ),
-                "optimizer": SimpleNamespace(
-                    planned=train["optimizer"],
-                    measured=sum(t.nbytes for _, t in policy.memory.optimizer_tensors()),
-                ),
-                "activations and output layer": SimpleNamespace(
-                    planned=train["activations"] + train["output layer"], measured=peak
-                ),
+                **{name: (planned[name], size) for name, size in measured.items()},
+                "activations and output layer": (outputs, peak),
             }
             del policy
     return found

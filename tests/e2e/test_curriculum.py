@@ -16,6 +16,15 @@ from tests.runs import rows_of, run, timeless_rows, without_last_checkpoint, wor
 pytestmark = pytest.mark.e2e
 
 
+def resumed(whole: Path, step: int, *flags: str, preset: str = "tiny-smoke") -> Path:
+    """Make the last steps of a run again, which must be the same."""
+    killed = shutil.copytree(whole, whole.with_name("killed"), symlinks=True)
+    without_last_checkpoint(killed, step)
+    run(killed, *flags, preset=preset)
+    assert timeless_rows(killed) == timeless_rows(whole)
+    return killed
+
+
 def test_a_curriculum_resumes_bit_for_bit_and_counts_its_rows(tmp_path: Path) -> None:
     """Bounds that half of the rows break, and so few rows that some must be taken back."""
     rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()
@@ -38,10 +47,7 @@ def test_a_curriculum_resumes_bit_for_bit_and_counts_its_rows(tmp_path: Path) ->
     assert sum(row["curriculum/taken_back"] for row in found) > 0
     assert output.count("prompts are rows that data.curriculum holds back") == 1
 
-    killed = shutil.copytree(whole, tmp_path / "killed", symlinks=True)
-    without_last_checkpoint(killed, 6)
-    run(killed, *flags)
-    assert timeless_rows(killed) == timeless_rows(whole)
+    killed = resumed(whole, 6, *flags)
     states = [
         json.loads((folder / "checkpoints/step_000006/curriculum.json").read_text())
         for folder in (whole, killed)
@@ -112,7 +118,4 @@ def test_sources_with_four_environments_resume_bit_for_bit(tmp_path: Path) -> No
         "Which" in m["content"] for name in names[:2] for each in said[name] for m in each
     )
 
-    killed = shutil.copytree(whole, tmp_path / "killed", symlinks=True)
-    without_last_checkpoint(killed, 4)
-    run(killed, *flags, preset="tiny-tools")
-    assert timeless_rows(killed) == timeless_rows(whole)
+    resumed(whole, 4, *flags, preset="tiny-tools")

@@ -16,9 +16,9 @@ def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:
     (found,) = run_world(cases.plan_and_measurement, 1)
     assert len(found) == 6
     ratios = {
-        f"{setting}: {name}": part.planned / part.measured
+        f"{setting}: {name}": planned / measured
         for setting, parts in found.items()
-        for name, part in parts.items()
+        for name, (planned, measured) in parts.items()
     }
     copies = "bfloat16", "activations"
     assert {

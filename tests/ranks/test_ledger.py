@@ -9,19 +9,14 @@ import pytest
 from tests.families import random_checkpoint
 from tests.policies import LENGTHS
 from tests.ranks import ledger_cases as cases
-from tests.sweeps import sweep
+from tests.sweeps import layout_of, sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
 TOPK = 4
 ROWS = sum(LENGTHS) - len(LENGTHS)
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
-    "single": (1, {}),
-    "pp2": (2, {"pp": 2}),
-    "ep2": (2, {"ep": 2}),
-    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
-}
+LAYOUTS = {"single": 1, "pp2": 2, "ep2": 2, "cp2-tp2": 4}  # and their ranks
 KEPT = ("pp2", "ep2")
 
 
@@ -33,8 +28,8 @@ def ranks(
     model = random_checkpoint(
         tmp_path_factory.mktemp("model"), mlp_only_layers=[1], num_hidden_layers=4
     )
-    size, parallel = LAYOUTS[request.param]
-    accounts = run_world(cases.account, size, model=str(model), parallel=parallel)
+    size, given = LAYOUTS[request.param], {"parallel": layout_of(request.param)}
+    accounts = run_world(cases.account, size, model=str(model), **given)
     if request.param == "pp2":
         assert [rank.layers for rank in accounts] == [[0], [2, 3]]
     return accounts
