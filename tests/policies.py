@@ -174,8 +174,6 @@ class Part:
 def save_checkpoint(
     folder: Path,
     policy: Policy,
-    device: Device,
-    mesh: Mesh,
     *,
     step: int,
     keep: int = 0,
@@ -185,7 +183,8 @@ def save_checkpoint(
     """Save the state of a policy at once."""
     checkpointer = Checkpointer(folder, keep=keep, state=state)
     checkpointer.attach(Part(files or {}))
-    return checkpointer.write(checkpointer.copy(policy, device, mesh, step=step), mesh.world)
+    copy = checkpointer.copy(policy, policy.device, policy.mesh, step=step)
+    return checkpointer.write(copy, policy.mesh.world)
 
 
 def same_state(one: Policy, other: Policy) -> bool:

@@ -39,7 +39,7 @@ from r3.run import (
     write_manifest,
 )
 from r3.runtime.device import Device
-from r3.runtime.mesh import Mesh, axis_beside, cuda_type_names
+from r3.runtime.mesh import axis_beside, cuda_type_names
 from r3.types import Batch
 from tests.errors import message_of
 from tests.faults.attempts import flip_bit
@@ -65,9 +65,9 @@ def swap(one: Path, other: Path) -> None:
     aside.rename(other)
 
 
-def first(device: Device, action: Callable[..., object], *arguments: Any) -> None:
+def first(action: Callable[..., object], *arguments: Any) -> None:
     """Let rank 0 do something while the others wait. All ranks must call."""
-    if device.rank == 0:
+    if dist.get_rank() == 0:
         action(*arguments)
     dist.barrier()
 
@@ -156,34 +156,34 @@ def damaged(device: Device, *, out: str) -> SimpleNamespace:
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
     state = RunState.new("0123456789abcdef")
-    first(device, state.write, whole.path)
+    first(state.write, whole.path)
     for step in (1, 2):
         one_update(policy, batch, total_updates=4)
-        save_checkpoint(whole.checkpoints, policy, device, mesh, step=step, state=state)
-    resumed = {"whole": resume(device, mesh, whole, tiny_config(parallel={"ep": 2}))}
+        save_checkpoint(whole.checkpoints, policy, step=step, state=state)
+    resumed = {"whole": resume(policy, whole)}
     updates = 0
     for name, damage in DAMAGE.items():
-        run_dir = copy_of(whole, Path(out) / name.replace(" ", "_"), device)
-        first(device, damage, run_dir.checkpoint(2), run_dir.checkpoint(1))
-        resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+        run_dir = copy_of(whole, Path(out) / name.replace(" ", "_"))
+        first(damage, run_dir.checkpoint(2), run_dir.checkpoint(1))
+        resumed[name] = resume(policy, run_dir)
         if name == "bit of a moment":
-            updates = loads(device, mesh, policy, run_dir)
-    stop = with_values(tiny_config(parallel={"ep": 2}), {"checkpoint.on_damage": "stop"})
-    run_dir = copy_of(whole, Path(out) / "stop", device)
-    first(device, flip_bit, run_dir.checkpoint(2) / "common.pt", 9)
-    resumed["stop"] = resume(device, mesh, run_dir, stop)
-    first(device, flip_bit, run_dir.checkpoint(1) / "common.pt", 9)
-    resumed["both damaged"] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+            updates = loads(policy, run_dir)
+    stop = with_values(policy.config, {"checkpoint.on_damage": "stop"})
+    run_dir = copy_of(whole, Path(out) / "stop")
+    first(flip_bit, run_dir.checkpoint(2) / "common.pt", 9)
+    resumed["stop"] = resume(policy, run_dir, stop)
+    first(flip_bit, run_dir.checkpoint(1) / "common.pt", 9)
+    resumed["both damaged"] = resume(policy, run_dir)
     return SimpleNamespace(resumed=resumed, updates=updates)
 
 
-def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
+def copy_of(whole: RunDir, folder: Path) -> RunDir:
     """A copy of a run's folder, made by rank 0."""
-    first(device, shutil.copytree, whole.path, folder)
+    first(shutil.copytree, whole.path, folder)
     return RunDir(folder)
 
 
-def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> SimpleNamespace:
+def resume(policy: Policy, run_dir: RunDir, config: Config | None = None) -> SimpleNamespace:
     """Find the checkpoint that a run would resume from.
 
     Returns:
@@ -194,10 +194,11 @@ def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Simpl
         checkpoint=folder,
         step=step,
         notes=("as found",),
-        state=None if device.rank else RunState.read(run_dir.path),
+        state=None if policy.device.rank else RunState.read(run_dir.path),
     )
     try:
-        start = newest_whole(start, run_dir, config, mesh.world, writes=True)
+        settings = config or policy.config
+        start = newest_whole(start, run_dir, settings, policy.mesh.world, writes=True)
     except ResumeError as error:
         return SimpleNamespace(folder="", notes=[str(error)])
     finally:
@@ -207,9 +208,14 @@ def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Simpl
     return SimpleNamespace(folder=start.checkpoint.name, notes=list(start.notes))
 
 
-def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
+def load(folder: Path, policy: Policy) -> None:
+    """Load a checkpoint."""
+    checkpoint.load_checkpoint(folder, policy, policy.device, policy.mesh)
+
+
+def loads(policy: Policy, run_dir: RunDir) -> int:
     """The number of updates in the checkpoint that a run falls back to, loaded for real."""
-    checkpoint.load_checkpoint(step_folders(run_dir.checkpoints)[-1][1], policy, device, mesh)
+    load(step_folders(run_dir.checkpoints)[-1][1], policy)
     return policy.update_number
 
 
@@ -219,25 +225,24 @@ def refused(device: Device, *, out: str) -> SimpleNamespace:
     Returns:
         Results of the functions of these names.
     """
-    mesh, policy, _ = trained(device)
-    parts = device, mesh, policy
+    policy, _ = trained(device)
     return SimpleNamespace(
-        code_in_metadata=code_in_metadata(*parts, Path(out) / "code"),
-        suspended_conversations=suspended_conversations(*parts, Path(out) / "suspended"),
-        unwritable=unwritable(*parts, Path(out) / "unwritable"),
-        unsound=unsound(*parts, Path(out) / "unsound"),
+        code_in_metadata=code_in_metadata(policy, Path(out) / "code"),
+        suspended_conversations=suspended_conversations(policy, Path(out) / "suspended"),
+        unwritable=unwritable(policy, Path(out) / "unwritable"),
+        unsound=unsound(policy, Path(out) / "unsound"),
     )
 
 
-def trained(device: Device) -> tuple[Mesh, Policy, Batch]:
+def trained(device: Device) -> tuple[Policy, Batch]:
     """A policy after one update, and the batch of it."""
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     one_update(policy, batch, total_updates=4)
-    return mesh, policy, batch
+    return policy, batch
 
 
-def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleNamespace:
+def code_in_metadata(policy: Policy, out: Path) -> SimpleNamespace:
     """Put a program into files of a checkpoint, with a manifest that fits; then load it.
 
     Returns:
@@ -245,40 +250,35 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> S
     """
     others = []
     for put in (lambda new: forge(new, "common.pt", program(new)), forge_program):
-        folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
-        first(device, put, folder)
+        folder = save_checkpoint(out / "checkpoints", policy, step=1)
+        first(put, folder)
         refusals = (pickle.UnpicklingError, CheckpointException)
-        others.append(
-            message_of(partial(checkpoint.load_checkpoint, folder, policy, device, mesh), *refusals)
-        )
+        others.append(message_of(partial(load, folder, policy), *refusals))
         dist.barrier()
         executed = (folder / "executed").exists()
         assert not executed, "a program in a checkpoint ran"
-    folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1)
-    first(device, forge, folder, ".metadata", pickle.dumps(Executed(f"{out}/executed")))
-    load = message_of(lambda: checkpoint.load_checkpoint(folder, policy, device, mesh), ValueError)
+    folder = save_checkpoint(out / "checkpoints", policy, step=1)
+    first(forge, folder, ".metadata", pickle.dumps(Executed(f"{out}/executed")))
+    loaded = message_of(lambda: load(folder, policy), ValueError)
     dist.barrier()
-    (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
-    return SimpleNamespace(
-        load=load, resume=note, others=others, executed=(out / "executed").exists()
-    )
+    (note,) = resume(policy, RunDir(out)).notes
+    executed = (out / "executed").exists()
+    return SimpleNamespace(load=loaded, resume=note, others=others, executed=executed)
 
 
-def suspended_conversations(
-    device: Device, mesh: Mesh, policy: Policy, out: Path
-) -> dict[str, SimpleNamespace]:
+def suspended_conversations(policy: Policy, out: Path) -> dict[str, SimpleNamespace]:
     """Resume from a checkpoint with pickled environments, as its own run and as another one."""
     run_dir, resumed = RunDir(out), {}
     writer = RunState.new("0123456789abcdef")
-    files = state_dict(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
-    save_checkpoint(run_dir.checkpoints, policy, device, mesh, step=1, files=files, state=writer)
+    files = state_dict(PartialRollouts(prompts_taken=1), policy.device.rank, is_leader=True)
+    save_checkpoint(run_dir.checkpoints, policy, step=1, files=files, state=writer)
     for name, reader in {"own": writer, "other": RunState.new("0123456789abcdef")}.items():
-        first(device, reader.write, run_dir.path)
-        resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+        first(reader.write, run_dir.path)
+        resumed[name] = resume(policy, run_dir)
     return resumed
 
 
-def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleNamespace:
+def unwritable(policy: Policy, out: Path) -> SimpleNamespace:
     """Save to a disk that takes no large file and into a path that is a file; then as usual.
 
     Returns:
@@ -288,31 +288,31 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> SimpleN
 
     def attempt(name: str, into: Path) -> None:
         try:
-            saved[name] = save_checkpoint(into, policy, device, mesh, step=1).name
+            saved[name] = save_checkpoint(into, policy, step=1).name
         except SaveError as error:
             saved[name] = str(error)
 
     # A limit of the kernel: the first rank's write fails in the middle, as on a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if device.rank == 0:
+    if policy.device.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     attempt("shard", folder)
     dist.barrier()  # rank 0 removes what it wrote
     remaining = sorted(path.name for path in folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    first(device, (out / "file").touch)
+    first((out / "file").touch)
     attempt("not a folder", out / "file")
     attempt("good", folder)
     return SimpleNamespace(saved=saved, remaining=remaining)
 
 
-def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, SimpleNamespace]:
+def unsound(policy: Policy, out: Path) -> dict[str, SimpleNamespace]:
     """Save with a broken weight and broken moments on the second rank only.
 
     Returns:
         Message about a broken tensor, and the files after the attempt to save.
     """
-    save_checkpoint(out, policy, device, mesh, step=1)
+    save_checkpoint(out, policy, step=1)
     weight = next(policy.chunks[0].parameters()).data
     tensors = dict(policy.memory.optimizer_tensors())
     first = next(tensor for name, tensor in tensors.items() if name.endswith("/exp_avg"))
@@ -326,9 +326,9 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
         ("nothing", weight, 0.0),
     ):
         kept = tensor.clone()
-        if device.rank == 1:
+        if policy.device.rank == 1:
             tensor.view(-1)[0] = value
-        save = partial(save_checkpoint, out, policy, device, mesh, step=2)
+        save = partial(save_checkpoint, out, policy, step=2)
         message = message_of(save, UnsoundError)
         tensor.copy_(kept)
         remaining = sorted(path.name for path in out.iterdir())
@@ -344,11 +344,11 @@ def beside(device: Device, *, out: str) -> str:
     Returns:
         What a full disk of the second rank raised.
     """
-    mesh, policy, batch = trained(device)
-    whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1)
-    axis, gate = axis_beside(mesh.world, timeout_s=60), threading.Event()
+    policy, batch = trained(device)
+    whole = save_checkpoint(Path(out) / "whole", policy, step=1)
+    axis, gate = axis_beside(policy.mesh.world, timeout_s=60), threading.Event()
     with Checkpointer(Path(out) / "beside") as beside, Checkpointer(Path(out) / "full") as other:
-        copy = beside.copy(policy, device, mesh, step=1)
+        copy = beside.copy(policy, device, policy.mesh, step=1)
         beside.begin(lambda: (gate.wait(60), beside.write(copy, axis)))
         one_update(policy, batch, total_updates=4)
         twice = message_of(lambda: beside.begin(lambda: None), AssertionError)
@@ -358,7 +358,7 @@ def beside(device: Device, *, out: str) -> str:
         written = Path(out) / "beside" / whole.name
 
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        copy_2 = other.copy(policy, device, mesh, step=1)
+        copy_2 = other.copy(policy, device, policy.mesh, step=1)
         if device.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         other.begin(lambda: other.write(copy_2, axis))

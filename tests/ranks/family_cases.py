@@ -364,7 +364,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> None:
         if name.endswith("local_tokens_per_expert")
     ]
     assert len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
-    saved = save_checkpoint(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
+    saved = save_checkpoint(Path(out) / "checkpoints", policy, step=2)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()
     assert not same(), "overwriting them shows"

@@ -191,7 +191,7 @@ def second_update(
         load_checkpoint(Path(out) / "step_000001", policy, device, mesh)
     else:
         one_update(policy, batch, total_updates=4)
-        save_checkpoint(Path(out), policy, device, mesh, step=1, keep=0)
+        save_checkpoint(Path(out), policy, step=1)
     update, metrics = one_update(policy, batch, total_updates=4)
     return SimpleNamespace(
         loss=_whole_loss(mesh, metrics),
@@ -306,7 +306,7 @@ def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[s
     assert nbytes(resident) > 0, "that one stays there while the engine has its turn"
     resident.onload()
     streamed.onload()
-    saved = save_checkpoint(Path(out), streamed, device, mesh, step=3, keep=0)
+    saved = save_checkpoint(Path(out), streamed, step=3)
     resumed = streaming()
     load_checkpoint(saved, resumed, device, mesh)
     for policy in (resident, streamed, resumed):

@@ -341,7 +341,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     mesh.world.barrier()  # ranks read each other's weights
     reference = all(torch.equal(tensors[name], again) for name, again in stream.read())
     mesh.world.barrier()
-    saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
+    saved = save_checkpoint(out, policy, step=1)
     resumed = Policy(config, device, mesh, policy.shape)
     load_checkpoint(saved, resumed, device, mesh)
     rewritten = same_state(policy, resumed)
