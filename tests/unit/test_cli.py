@@ -557,6 +557,10 @@ def test_every_preset_dry_runs_where_nothing_is_downloaded(capsys: Capsys, prese
     assert f"dry run on {more} ranks" in text
 
 
+def test_the_table_above_has_every_preset() -> None:
+    assert RANKS_OF_PRESETS.keys() == PRESETS.keys()
+
+
 @pytest.mark.parametrize(
     ("preset", "path", "published"),
     [
