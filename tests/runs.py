@@ -92,15 +92,22 @@ def program(
         env: added to our own.
         together: both streams are in `stdout`.
     """
-    return subprocess.run(
-        [*map(str, words)],
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if together else subprocess.PIPE,
-        text=True,
-        timeout=timeout_s,
-    )
+    try:
+        return subprocess.run(
+            [*map(str, words)],
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if together else subprocess.PIPE,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as late:
+        for said in filter(None, (late.stdout, late.stderr)):  # bytes, whatever `text` says
+            late.add_note(
+                (said if isinstance(said, str) else said.decode(errors="replace"))[-4000:]
+            )
+        raise
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
