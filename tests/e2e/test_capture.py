@@ -4,6 +4,7 @@ was scheduled.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,10 +100,17 @@ def test_batches_scheduled_ahead_change_no_route(scheduled: SimpleNamespace) -> 
 
 
 def test_two_turns_have_the_routes_of_the_whole_conversation(scheduled: SimpleNamespace) -> None:
+    """Rows that are shifted, or too few, are refused, and the message counts them."""
     turns = scheduled.turns
     assert turns.cached >= 32 and turns.rows > 300
     assert turns.differ == 0
-    assert "name other experts. Rows are shifted" in turns.late
+    counts = re.search(
+        r"returned (\d+) routes .* again, and (\d+) of them name other experts. Rows are shifted",
+        turns.late,
+    )
+    assert counts is not None, turns.late
+    given, other = map(int, counts.groups())
+    assert given / 2 < other <= given <= turns.rows
     assert "rows of routes, got shape" in turns.few
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,8 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
         The ledger of steps on one rank.
         sound, gaps: routing/* of a step without missing rows, and of one with.
         messages: by fault.
+        older: index of the one rollout of the version before.
+        marked: rollouts of this rank that a step which allows that version marks as older.
         layers: MoE layers of this rank's routers.
         data_rank: rank on the data-parallel axis.
         packed_layers: layers in the routes of its micro-batches.
@@ -74,18 +76,12 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
     sound, gaps = step_row(rollouts), step_row(partial, on_missing="live", min_coverage=0.5)
     reconcile(sound)
     reconcile(gaps)
+    stale = [*rollouts[:-1], replace(rollouts[-1], policy_version=VERSION - 1)]
+    allowed, _ = dealt(stale, policy_versions=(VERSION - 1, VERSION))
     messages = {
         "missing": complaint(lambda: dealt(partial)),
         "coverage": complaint(lambda: dealt(partial, on_missing="live", min_coverage=0.99)),
-        "other version": complaint(
-            lambda: dealt([*rollouts[:-1], replace(rollouts[-1], policy_version=VERSION - 1)])
-        ),
-        "allowed version": complaint(
-            lambda: dealt(
-                [*rollouts[:-1], replace(rollouts[-1], policy_version=VERSION - 1)],
-                policy_versions=range(6, 8),
-            )
-        ),
+        "other version": complaint(lambda: dealt(stale)),
         "beyond the experts": complaint(lambda: dealt([*rollouts[:-1], _beyond(rollouts[-1])])),
     }
     for name, change in {
@@ -101,6 +97,15 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> SimpleNa
         sound=sound,
         gaps=gaps,
         messages=messages,
+        older=sorted(each.key for each in rollouts).index(rollouts[-1].key),
+        marked=[
+            index
+            for micro_batch in chain.from_iterable(allowed)
+            for index, (start, end) in zip(
+                micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
+            )
+            if index >= 0 and not (micro_batch.current_N * micro_batch.real_N)[start:end].any()
+        ],
         layers=list(policy.replay.layers),
         data_rank=mesh.dp.rank,
         packed_layers=sorted({m.routed_experts_NLK.shape[1] for m in micro_batches}),

@@ -68,12 +68,15 @@ def test_every_captured_row_is_replayed_exactly_once(ranks: list[SimpleNamespace
         assert row["rows_filler"] == filler
 
 
+def test_a_rollout_of_an_allowed_older_version_is_marked(ranks: list[SimpleNamespace]) -> None:
+    assert set().union(*(rank.marked for rank in ranks)) == {ranks[0].older}
+
+
 def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
     ranks: list[SimpleNamespace],
 ) -> None:
     for rank in ranks:
         said = rank.messages
-        assert said["allowed version"] == "nothing was raised"
         layers = "in MoE layers 0, 2, 3"
         for name in ("missing", "coverage"):
             first = (
