@@ -230,11 +230,9 @@ def check_sync(context: DoctorContext) -> str:
         return compared, prove_sync(run.engine, run.policy, prompts, config, run.mesh)
 
     compared, worst = proved(0)
-    others = 0.0
-    if not run.policy.makes_weights:  # those of a quantised base cannot be changed
-        with turned(run.policy, run.weights):
-            _, others = proved(1)
-        _, worst = proved(0)
+    with turned(run.policy, run.weights):
+        _, others = proved(1)
+    _, worst = proved(0)
     limit = sync_tolerance(config)
     return (
         f"{compared} tensors of the engine are the policy's, bit for bit; log-probabilities of "

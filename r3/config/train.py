@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,6 +239,11 @@ class TrainConfig:
     the engine generates. kept: always on the device, where there is room for both. streamed: in
     host memory; every update brings it to the device in parts and takes it back. The updates are
     the same bit for bit."""
+    optimizer_kept_gib: float = setting(
+        0.0, ge=0, resume=True, needs="train.optimizer=resident|streamed"
+    )
+    """GiB of a rank's optimizer state that always stay on the device: what a resident or streamed
+    optimizer need not move."""
     freeze: tuple[str, ...] = ()
     """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
     initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""
@@ -262,6 +268,11 @@ class TrainConfig:
     micro-batch, which the backward pass keeps and does not compute again."""
     seed: int = setting(0, ge=0, le=2**31 - 1, fix="any small number", needs=ALWAYS)
     """Seed of data order and sampling: the same seed gives the same run."""
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes of the optimizer's state that always stay on the device; infinite: all."""
+        return math.inf if self.optimizer == "kept" else self.optimizer_kept_gib * 2**30
 
     @property
     def updates_of_step(self) -> int:

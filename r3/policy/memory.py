@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,31 +23,53 @@ class TrainingMemory:
     half-precision model, both moments) go to the device's stash. Megatron's own optimizer offload
     is not used: it replaces tensors that are views of the parameter buffer.
 
-    The tensors of a kept optimizer stay on the device. Those of a streamed one come back for a part
-    of the optimizer step only, some parameters at a time. The same kernels see the same values, so
-    the updates are the same bit for bit. On CUDA a part comes while the one before it is updated
-    and goes.
+    Some parameters' tensors may stay on the device; all do of a kept optimizer. Those of a streamed
+    one come back for a part of the optimizer step only, some parameters at a time. The same kernels
+    see the same values, so the updates are the same bit for bit. On CUDA a part comes while the one
+    before it is updated and goes.
     """
 
     def __init__(
-        self, wrapped: list[Any], optimizer: Any, device: Device, *, place: str = "resident"
+        self,
+        wrapped: list[Any],
+        optimizer: Any,
+        device: Device,
+        *,
+        streamed: bool = False,
+        kept_bytes: float = 0.0,
     ) -> None:
         self._wrapped, self._optimizer = wrapped, optimizer
         self._stash = Stash(device=device)
-        self._device, self._kept, self._streamed = device, place == "kept", place == "streamed"
+        self._device, self._streamed = device, streamed
+        self._staying = self._largest_within(kept_bytes)
         self._coming, self._going = SideStream(device), SideStream(device)
         self._has_moments = False
         for i, member in enumerate(chained(optimizer)):
-            if not self._streamed:
-                member.optimizer.step = partial(self._step_when_there, member.optimizer.step)
-                continue
-            extras.streamed().step_in_parts(
-                member,
-                lambda i=i, member=member: tensors_of(i, member),
-                stash=self._stash,
-                coming=self._coming,
-                going=self._going,
-            )
+            if self._streamed:
+                extras.streamed().step_in_parts(
+                    member,
+                    lambda i=i, member=member: self._moving(i, member),
+                    stash=self._stash,
+                    coming=self._coming,
+                    going=self._going,
+                )
+            member.optimizer.step = partial(self._step_when_there, member.optimizer.step)
+
+    def _largest_within(self, size: float) -> set[int]:
+        """By id: parameters of AdamW, the largest first, whose tensors take this many bytes."""
+        tensors = [
+            (parameter.nbytes * (3 if id(parameter) in mains else 2), id(parameter))
+            for optimizer in chained(self._optimizer)
+            for mains in [set(map(id, chain(*optimizer.shard_fp32_from_float16_groups)))]
+            for group in optimizer.optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        staying = set()
+        for nbytes, parameter in sorted(tensors, key=lambda one: -one[0]):
+            if nbytes <= size:
+                size -= nbytes
+                staying.add(parameter)
+        return staying
 
     def reserve(self) -> None:
         """Begin to make the host memory that the tensors will go to: by tens of GiB, seconds."""
@@ -56,9 +79,10 @@ class TrainingMemory:
             for g, group in enumerate(optimizer.optimizer.param_groups)
             for k, parameter in enumerate(group["params"])
             for name in ("exp_avg", "exp_avg_sq")
+            if id(parameter) not in self._staying
         ]
         # Main parameters are offloaded first, and a streamed optimizer begins with the largest.
-        present = [(key, tensor.nbytes) for key, tensor in self.optimizer_tensors()]
+        present = [(key, tensor.nbytes) for key, tensor in self._moving_tensors()]
         self._stash.reserve(
             {
                 key: size
@@ -80,14 +104,27 @@ class TrainingMemory:
             for _, key, tensor in tensors_of(i, optimizer):
                 yield key, tensor
 
+    def _moving_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of `optimizer_tensors` that do not stay on the device."""
+        for i, optimizer in enumerate(chained(self._optimizer)):
+            for _, key, tensor in self._moving(i, optimizer):
+                yield key, tensor
+
+    def _moving(
+        self, number: int, optimizer: Any
+    ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        for parameter, key, tensor in tensors_of(number, optimizer):
+            if id(parameter) not in self._staying:
+                yield parameter, key, tensor
+
     def offload(self) -> None:
-        """Free gradients, and offload the optimizer's tensors unless they are kept."""
+        """Free gradients, and offload the optimizer's tensors but for those that stay."""
         self._coming.join()  # there may have been no step
         # Otherwise main parameters keep a copy of their gradient shard.
         self._optimizer.zero_grad(set_to_none=True)
         for buffer in self.gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        for key, tensor in self.optimizer_tensors() if not self._kept else ():
+        for key, tensor in self._moving_tensors():
             self._stash.put(key, tensor)
         self._device.synchronize()
         self._device.release_memory()
@@ -98,7 +135,7 @@ class TrainingMemory:
         On CUDA, side streams copy during the passes: the optimizer's step waits for them.
         """
         with self._coming.after_current():
-            for key, tensor in self.optimizer_tensors() if not self._streamed else ():
+            for key, tensor in self._moving_tensors() if not self._streamed else ():
                 self._stash.get(key, tensor)
         self._restore_gradients()
 
@@ -114,20 +151,20 @@ class TrainingMemory:
             return
         for buffer in self.gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        for key, tensor in self.optimizer_tensors():
+        for key, tensor in self._moving_tensors():
             self._stash.get(key, tensor)
         self._device.synchronize()
         try:
             yield
         finally:
-            for key, tensor in self.optimizer_tensors():
+            for key, tensor in self._moving_tensors():
                 self._stash.put(key, tensor)
             self._restore_gradients()
             self._device.synchronize()
 
     def _step_when_there(self, step: Any) -> None:
         self._coming.join()
-        if self._kept and not self._has_moments:
+        if self._staying and not self._has_moments:
             # The first step makes the moments: not inside of segments that activations have left.
             self._device.release_memory()
             self._has_moments = True

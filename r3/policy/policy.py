@@ -69,9 +69,11 @@ class Policy(ScoringPolicy):
         self.wrapped, self.optimizer, self._frozen = wrap(
             config, self.megatron, chunks, shape, mesh
         )
-        place = config.train.optimizer
-        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, place=place)
-        if trains and place != "kept" and (place == "streamed" or config.uses_engine):
+        streamed, kept_bytes = config.train.optimizer == "streamed", config.train.kept_bytes
+        self.memory = TrainingMemory(
+            self.wrapped, self.optimizer, device, streamed=streamed, kept_bytes=kept_bytes
+        )
+        if trains and (streamed or config.uses_engine):
             self.memory.reserve()
         self.chunks = chunks
         self.slots: list[Slot] = slots(chunks, shape, mesh)

@@ -13,7 +13,7 @@ from r3.engine.direct_weights import DERIVED
 from r3.runtime.device import Device
 from r3.sync import State, SyncError
 from r3.tools import prove_sync, turned
-from tests.engines import World, net_of
+from tests.engines import World, held_tensors, net_of
 from tests.errors import message_of
 from tests.policies import weights_of
 from tests.processor import emulate_avx512_bf16
@@ -88,6 +88,35 @@ def live_routes(device: Device, *, dtype: str) -> tuple[float, str]:
         return sound, message_of(proof, SyncError)
     with turned(world.policy, world.stream):
         return sound, message_of(proof, SyncError)
+
+
+def quantised(device: Device, *, base: str) -> SimpleNamespace:
+    """Prove syncs of adapters over a quantised base, with other adapters between them.
+
+    Returns:
+        sound: the proof's figure after each of three syncs.
+        message: of the proof before the other adapters are synced.
+        moved, back: whether the engine's weights changed with the second sync, and came back.
+    """
+    half = {"dtype": "bfloat16"}
+    model = {"base": base, **half}
+    world = World(device, tiny_config(model=model, engine=half, lora={"rank": 4}))
+
+    def synced(version: int) -> tuple[float, dict[str, str]]:
+        if version:
+            world.residency.move(State.TRAIN)
+        world.sync(version)
+        assert world.prove_weights() > 0
+        return world.proof(), held_tensors(world.engine)
+
+    first = synced(0)
+    with turned(world.policy, world.stream):
+        message = message_of(world.proof, SyncError)
+        second = synced(1)
+    third = synced(2)
+    sound = [first[0], second[0], third[0]]
+    moved, back = first[1] != second[1], first[1] == third[1]
+    return SimpleNamespace(sound=sound, message=message, moved=moved, back=back)
 
 
 def kinds(net: Any) -> list[str]:

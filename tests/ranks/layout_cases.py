@@ -277,7 +277,8 @@ def frozen(
 
 
 def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[str, int]) -> None:
-    """Update with the optimizer's state kept on the device, and streamed in many parts.
+    """Update with the optimizer's state kept on the device, streamed in many parts, and where some
+    of it stays on the device, streamed and not.
 
     After three updates one more with a resumed optimizer, and one after a change on the host.
     """
@@ -285,33 +286,40 @@ def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[s
     config = tiny_config(parallel=parallel, model={"dtype": dtype}, train={"optimizer": "kept"})
     mesh, resident, batch = build_with_batch(device, config, micro_batch_tokens=96)
 
-    def streaming() -> Policy:
-        settings = replace(config, train=replace(config.train, optimizer="streamed"))
-        return Policy(settings, device, mesh, resident.shape)
+    def streaming(place: str = "streamed", kept_gib: float = 0.0) -> Policy:
+        train = replace(config.train, optimizer=place, optimizer_kept_gib=kept_gib)
+        return Policy(replace(config, train=train), device, mesh, resident.shape)
 
     def nbytes(policy: Policy) -> int:
         tensors = policy.memory.optimizer_tensors()
         return sum(tensor.untyped_storage().nbytes() for _, tensor in tensors)
 
-    streamed = streaming()
+    room = 0.001
+    every = [streaming(), streaming("streamed", room), streaming("resident", room)]
+    streamed, in_part, _ = every
     for number in range(3):
-        for policy in (resident, streamed):
+        for policy in (resident, *every):
             if number:
                 policy.onload()
             one_update(policy, batch, total_updates=8)
-        assert same_state(resident, streamed), f"update {number}"
+        assert all(same_state(resident, other) for other in every), f"update {number}"
         assert nbytes(streamed) == 0, "on the device between updates"
-        resident.offload()
-        streamed.offload()
-    assert nbytes(resident) > 0, "that one stays there while the engine has its turn"
-    resident.onload()
-    streamed.onload()
-    saved = save_checkpoint(Path(out), streamed, step=3)
-    resumed = streaming()
-    load_checkpoint(saved, resumed, device, mesh)
-    for policy in (resident, streamed, resumed):
+        for policy in (resident, *every):
+            policy.offload()
+    # What stays there while the engine has its turn: of two policies, what fits into the room. The
+    # smallest tensors fill what the largest leave of it.
+    kept, part, same = (nbytes(policy) / (room * 2**30) for policy in (resident, *every[1:]))
+    assert kept > 1.5 and 0.9 < part <= 1 and part == same, (kept, part, same)
+    for policy in (resident, *every):
+        policy.onload()
+    saved = save_checkpoint(Path(out), in_part, step=3)
+    resumed = [streaming(), streaming("streamed", room)]
+    for policy in resumed:
+        load_checkpoint(saved, policy, device, mesh)
+    every += resumed
+    for policy in (resident, *every):
         one_update(policy, batch, total_updates=8)
-    assert same_state(resident, streamed) and same_state(resident, resumed), "after the checkpoint"
+    assert all(same_state(resident, other) for other in every), "after the checkpoint"
     with streamed.memory.optimizer_on_device():
         moment = next(
             tensor for key, tensor in streamed.memory.optimizer_tensors() if key.endswith("exp_avg")

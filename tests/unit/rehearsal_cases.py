@@ -325,6 +325,9 @@ def order_of_streams(path: str) -> dict[str, int]:
     with job(order=order) as where:
         extras.streamed().PART_VALUES = 1 << 14  # several parts
         trained = step(config_of(path, train={"optimizer": "streamed"}), *where)
+        in_part = {"optimizer": "streamed", "optimizer_kept_gib": 5e-4}
+        some_kept = step(config_of(path, train=in_part), *where).memory
+        assert some_kept._staying and some_kept._stash.sizes, "some stays, some moves"
         found["a step"] = len(order.races)
         coming, going = trained.memory._coming, trained.memory._going
 

@@ -162,6 +162,24 @@ def test_a_kept_optimizer_is_on_the_device_while_the_engine_generates() -> None:
     assert "optimizer" not in plan.host_memory(kept, BIG_SHAPE, 8)
 
 
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_part_of_the_optimizer_that_is_kept_is_in_all_phases(place: str) -> None:
+    whole = with_values(BIG, {"train.optimizer": place})
+    part = with_values(whole, {"train.optimizer_kept_gib": 7.0})
+    without, phases = (plan.memory(one, BIG_SHAPE, 8) for one in (whole, part))
+    for phase, added in dict(SYNC=7, GENERATE=7, TRAIN=7 * (place == "streamed"), SAVE=0).items():
+        more = phases[phase].get("optimizer", 0) - without[phase].get("optimizer", 0)
+        assert more == added * plan.GIB, phase
+    # Two parts of a streamed one come beside what is kept.
+    more = phases["OPTIMIZER"]["optimizer"] - without["OPTIMIZER"]["optimizer"]
+    assert more == (place == "streamed") * 7 * plan.GIB
+    hosts = [plan.host_memory(one, BIG_SHAPE, 8)["optimizer"] for one in (whole, part)]
+    assert hosts[0] - hosts[1] == 7 * plan.GIB
+    # More than there is: all of it.
+    more = plan.memory(with_values(whole, {"train.optimizer_kept_gib": 1e4}), BIG_SHAPE, 8)
+    assert more["GENERATE"]["optimizer"] == without["SAVE"]["optimizer"]
+
+
 def test_both_directions_of_the_link_are_busy_while_the_optimizer_streams() -> None:
     # A cut of Qwen3-30B-A3B: 6 layers, 128 experts, in the order of the model.
     layer = [19 << 20, 128 * 1536 * 2048, 128 * 2048 * 768]

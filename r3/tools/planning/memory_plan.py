@@ -158,7 +158,7 @@ def memory(
         gradients        p * 4, float32
         optimizer        all parameters / ranks * s, sharded over all ranks with the same parameters
                          s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights).
-                         Kept: in SYNC and GENERATE, too, and nothing on the host.
+                         Kept, as a whole or in part: in all phases, and nothing on the host.
                          Streamed: all of it in SAVE, where the gradients make room; two parts of
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
         adapters         lora.rank: float32. Gradients and optimizer are theirs alone, s = 8
@@ -213,10 +213,12 @@ def memory(
         gradients["weight gradient"] = largest * (size + 4)
         merging = {"merging": largest * (size + 8)}
     shard = largest_shard(config, shape, world_size)
+    staying = min(optimizer, config.train.kept_bytes)
+    kept = {"optimizer": staying} if staying else {}
     if config.train.optimizer == "streamed":
-        train = always | gradients
+        train = always | gradients | kept
         part = max(STREAMED_VALUES, shard) * _state_bytes(config)
-        states = {"optimizer": min(optimizer, 2 * part)}
+        states = {"optimizer": min(optimizer, staying + 2 * part)}
         saving = always | {"optimizer": optimizer}
     else:
         train = always | gradients | {"optimizer": optimizer}
@@ -234,7 +236,6 @@ def memory(
     if of_layer:
         passes |= merging | {"layer": of_layer * float(size)}
         syncing = {"merging": merging["merging"] + largest * size * config.uses_engine}
-    kept = {"optimizer": optimizer} if config.train.optimizer == "kept" else {}
     teacher = max((teacher_bytes(config, path) for path in config.algo.teacher), default=0.0)
     if (beyond := teacher - passes["activations"]) > 0:
         passes["teacher"] = beyond
@@ -371,10 +372,10 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     engine = engine_bytes(config, shape)
     trained = sum(trained_per_rank(config, shape))
     base = sum(adapted_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
+    optimizer = optimizer_bytes(config, shape, world_size)
     parts = {
         "process": PROCESS_BYTES,
-        "optimizer": optimizer_bytes(config, shape, world_size)
-        * (config.train.optimizer != "kept"),
+        "optimizer": max(0.0, optimizer - config.train.kept_bytes),
         "reference policy": 2 * weights * (config.algo.kl_coef > 0 and not config.uses_lora),
         "base weights": base,
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
