@@ -97,7 +97,7 @@ resolve: setup ## resolve the GPU stack for each supported vLLM and Python (need
 signatures: setup ## read what R3 calls from the wheels (4 GB once, into .upstream); NEW=vllm==0.34.0: what moved
 	$(PY) tools/upstream.py $(if $(NEW),--new $(NEW))
 
-gpu-bundle: setup ## pack vLLM and packages for a GPU machine without a network (53 MB, into gpu-bundle/)
+gpu-bundle: setup ## pack vLLM and packages for a GPU machine without a network (44 MB, into gpu-bundle/)
 	$(PY) tools/gpu_bundle.py gpu-bundle
 
 clean: ## remove caches and build outputs; keeps .venv and runs/

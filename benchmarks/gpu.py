@@ -373,6 +373,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         intermediate_size=128, rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True
     ),
     "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "ernie4_5_moe": {},
     # Key heads of 64, experts of multiples of 128.
     "gpt_oss": dict(intermediate_size=256, num_attention_heads=8, head_dim=64, sliding_window=32),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What to run first on a machine with a GPU: about eight minutes on an H100. See benchmarks/gpu.md.
+# What to run first on a machine with a GPU: about 15 minutes on an H100. See benchmarks/gpu.md.
 #
 #   benchmarks/gpu.sh [--bundle FOLDER] [--out FOLDER] [--minutes N] [--rehearse] [STEP...]
 #

