@@ -316,6 +316,7 @@ def streamed_optimizer(device: Device, *, out: str, dtype: str, parallel: dict[s
     resumed = [streaming(), streaming("streamed", room)]
     for policy in resumed:
         load_checkpoint(saved, policy, device, mesh)
+    assert nbytes(resumed[0]) == 0 and nbytes(resumed[1]) == nbytes(in_part), "after a resume"
     every += resumed
     for policy in (resident, *every):
         one_update(policy, batch, total_updates=8)
