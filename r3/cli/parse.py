@@ -146,8 +146,8 @@ def parse(argv: Sequence[str]) -> Invocation:
         text = extras.dry_run().describe(config, report.shape, world_size, device_gib, differences)
         notes = [*(f"warning: {warning}" for warning in warnings), note]
         _leave(0, extras.dry_run().around(text, base.name, world_size, notes, needs))
-    # The run that follows a check prints the warnings, all but those about --device-gib.
-    for warning in doubts if check else warnings:
+    # The run that follows a launcher's check prints the warnings, all but those about --device-gib.
+    for warning in doubts if is_launched else [*warnings, *doubts]:
         _say(f"warning: {warning}", error=True)
     if note and not is_launched:
         _say(note)

@@ -81,10 +81,16 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag() -> None:
     assert weights("--reward.weights", "", "--train.seed", "1") == ()
 
 
-def test_check_is_a_run_of_any_number_of_ranks_without_warnings(capsys: Capsys) -> None:
+def test_check_is_a_run_of_any_number_of_ranks_and_warns_once(
+    capsys: Capsys, monkeypatch: Patch
+) -> None:
     assert not cli.parse(["tiny", "--parallel.ep", "1"]).check
-    invocation = cli.parse(["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"])
+    argv = ["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"]
+    invocation = cli.parse(argv)
     assert (invocation.check, invocation.world_size) == (True, 2)
+    assert "warning: train.min_lr = 1e-06 has no effect" in capsys.readouterr().err
+    monkeypatch.setenv("R3_RESUME", "a launcher, whose run says it")
+    cli.parse(argv)
     assert capsys.readouterr() == ("", "")
 
 
