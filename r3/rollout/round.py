@@ -266,10 +266,14 @@ class Round:
         scorer, reward = self._scorer, episode.reward
         if episode.rewards_calls:
             self._sources["by_environment"] += 1
-            weight = scorer.components[0].weight if rules.needs_reward else 1.0
+            rewards = [sum(filter(None, rollout.turn_rewards)) for rollout in made]
+            weight, parts = 1.0, {}
+            if rules.needs_reward:  # it is the only component
+                weight = scorer.components[0].weight
+                parts = {scorer.components[0].name: sum(rewards)}
             episode.samples = [
-                Sample(rollout=rollout, reward=weight * sum(filter(None, rollout.turn_rewards)))
-                for rollout in made
+                Sample(rollout=rollout, reward=weight * own, parts=parts)
+                for rollout, own in zip(made, rewards, strict=True)
             ]
             return True
         if reward is not None:

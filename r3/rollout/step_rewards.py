@@ -49,8 +49,10 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
                 max_response_tokens=config.response_tokens(),
                 buffer=algo.overlong_buffer,
             ),
-            # An environment or a workflow may reward a conversation itself.
-            deciding=sample.parts.get(config.reward.deciding, sample.reward),
+            # An environment or a workflow may reward a conversation itself, or each of its calls.
+            deciding=sample.reward
+            if sample.rollout.own_reward
+            else sample.parts.get(config.reward.deciding, sample.reward),
             has_loss=sample.rollout.num_response_tokens > 0
             and not (algo.overlong_filter and sample.rollout.is_truncated),
         )

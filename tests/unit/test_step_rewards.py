@@ -314,6 +314,9 @@ def test_an_episode_counts_once_and_all_its_sequences_get_its_advantage(
     assert units(rewards) == numbers and advantages(rewards, config) == made
     mean = 2.0 if own else 1.0
     assert figures(rewards)["reward/shaped_mean"] == figures(rewards)["reward/mean"] == mean
+    # A part is of the whole episode; compared are the rewards of what counts alone.
+    some = [replace(each, parts={"gsm8k": 0.0}) for each in episodes(own=own)]
+    assert groups_with_signal(gathered(some, dapo("correct"))) == [0] * own
 
 
 @pytest.mark.parametrize("by_call", [True, False])

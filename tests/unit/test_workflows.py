@@ -328,6 +328,14 @@ def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) ->
     assert rewards_of(collected) == [6.0] and parts_of(collected) == {(0, 0): {"length": 6.0}}
 
 
+def test_rewards_of_calls_are_a_part_before_its_weight(play: Play) -> None:
+    """Whether a response is right does not depend on the weight of its reward."""
+    scorer = make_scorer(RewardConfig(function=("env",), weights=(0.5,)))
+    collected = play("PerCall", scorer=scorer)
+    assert rewards_of(collected) == [0.0, 0.05, 0.1]
+    assert parts_of(collected) == {(0, 0): {"env": pytest.approx(0.3, abs=1e-12)}}  # float64
+
+
 @pytest.mark.parametrize(("limit", "finish"), [("max_turns", "turns"), ("", "length")])
 def test_an_episode_at_a_limit_is_unfinished(play: Play, limit: str, finish: str) -> None:
     env: dict[str, Any] = {"max_turns": 4} if limit else {"max_turns": 1000}
