@@ -359,6 +359,9 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
     (run / "hf" / "step_000010").mkdir(parents=True)
     message = refusal(capsys, "--from", str(run), "--train.lr", "1e-3")
     assert message.endswith(f"add --model.path {model}\n")
+    words = ["--train.lr", "1e-3", "--lora.rank", "8", "--lora.start", str(tmp_path)]
+    message = refusal(capsys, "--from", str(run), *words)  # the export has the adapter merged
+    assert message.endswith(f"add --model.path {model} --lora.start ''\n")
 
 
 def test_ctrl_c_before_the_run_ends_with_one_line(capsys: Capsys) -> None:

@@ -68,9 +68,10 @@ def _first_weights(config: Config) -> str:
     folder = Path(config.log.dir)
     export = folder / "hf" / step_folders(folder / "checkpoints")[-1][1].name
     made = "" if export.exists() else f" (python -m r3.export {folder} writes it)"
+    merged = " --lora.start ''" if config.lora.start else ""  # the export has that adapter already
     return (
         f"It starts from the weights of {config.model.path}. To start from those of {folder}, add "
-        f"--model.path {export}{made}"
+        f"--model.path {export}{merged}{made}"
     )
 
 
