@@ -49,7 +49,8 @@ class Column:
         key: metric of the row that it shows.
         title: its title; log files use it as a label.
         form: how it is written: of `format`, or a function.
-        priority: columns with larger numbers are dropped first where there is no room.
+        priority: columns with larger numbers are dropped first where there is no room; a log file
+            keeps those of 0 and 1.
         instead: metric that it shows in a row without the other.
     """
 
@@ -142,8 +143,9 @@ def step_line(
     texts = {column: f"{column.title} {text}" for column in COLUMNS if (text := column.text(row))}
     first = [f"step {step}/{steps}"]
     rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s else [])]
-    while len("  ".join([*first, *texts.values(), *rest])) > width and texts:
-        del texts[least(texts)]
+    spare = [column for column in texts if column.priority > 1]  # several sets may fill a line
+    while len("  ".join([*first, *texts.values(), *rest])) > width and spare:
+        del texts[spare.pop(spare.index(least(spare)))]
     return "  ".join([*first, *texts.values(), *rest])
 
 

@@ -342,6 +342,10 @@ def test_a_line_of_a_log_file_is_not_wide_and_keeps_what_matters() -> None:
     for title in ("reward", "eval", "k3", "k3 live", "tokens", "heldout pass_at_8", "left"):
         assert f"  {title} " in line
     assert "  sync " not in line, "metrics.jsonl has it"
+    # Figures of several sets fill a line; the reward of the step and the first set's stay.
+    row |= {f"eval/heldout/pass_at_{k}": 0.7 for k in range(1, 9)}
+    for title in ("reward", "eval", "k3", "k3 live", "heldout pass_at_8", "left"):
+        assert f"  {title} " in step_line(row, 12, 10000, eta_s=90)
 
 
 def test_figures_that_are_0_in_most_runs_are_not_shown() -> None:
