@@ -63,10 +63,11 @@ class WorkflowEpisode(Episode):
         return EpisodeModel(self, own_time, ())
 
     def end(self) -> None:
-        """Ignore calls in flight and refuse further ones."""
+        """Ignore calls in flight, which are no turns, and refuse further ones."""
         self._own_time = None
         for future in self._in_flight:
             future.cancel()
+        self.num_turns -= sum(future.cancelled() for future in self._in_flight)
 
     def receive(self, report: Done) -> None:
         """Take the result of the workflow, or why there is none."""

@@ -324,7 +324,9 @@ class Round:
     def _metrics(self) -> dict[str, Any]:
         """Partials of env/*, of who gave the rewards, and of routes that were requested twice."""
         over = [each for each in self.episodes if each.num_turns and not each.is_suspended]
-        sequences = [each for episode in over for each in episode.sequences if each.train]
+        sequences = [
+            each for episode in over for each in episode.sequences if each.train and each.calls
+        ]
         counts = self._environments.take_counts()
         failed = sum(bool(each.failure) for each in self.episodes)
         at_limit = sum(each.outcome == "turns" for each in over)
@@ -348,13 +350,12 @@ class Round:
             metrics["routing/overlap_differs"] = Mean(total=different, count=float(slots))
         if self._environments.is_workflow:
             calls = sum(each.num_calls for each in over)
-            begun = sum(bool(each.calls) for each in sequences)
             metrics |= {
                 **{
                     name: Sum(value=float(sum(each.refused[cause] for each in self.episodes)))
                     for cause, name in REFUSED.items()
                 },
                 "env/sequences_mean": Mean(total=float(len(sequences)), count=float(len(over))),
-                "env/continued_frac": Mean(total=float(calls - begun), count=float(calls)),
+                "env/continued_frac": Mean(total=float(calls - len(sequences)), count=float(calls)),
             }
         return metrics

@@ -124,6 +124,14 @@ class Mixed:
         await model.chat([*task.messages, user("again")])
         return float(number)
 
+class Leaves:
+    """It returns while a call is in flight."""
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        late = asyncio.create_task(model.chat([user("late")]))
+        await asyncio.sleep(0)
+        return 1.0
+
 class Haunts:
     """Its first attempt leaves a task behind, which calls the model during the second one."""
     async def run(self, task, model):
@@ -284,6 +292,14 @@ def test_calls_become_sequences(
     if workflow == "Branches":
         assert len({turn.seed for turn in play.turns}) == 4
         assert play.turns[-1].sampling.temperature == 0.0 and play.turns[-1].max_tokens == 3
+
+
+def test_a_call_in_flight_at_the_end_is_no_turn(play: Play) -> None:
+    collected = play("Leaves", samples=2)
+    assert shape(collected) == [(0, 0, 1), (1, 0, 1)] and len(play.turns) <= 4
+    counted = values(collected.metrics)
+    assert counted["env/turns_mean"] == counted["env/sequences_mean"] == 1.0
+    assert counted["env/continued_frac"] == 0.0
 
 
 def test_white_space_that_a_template_trims_does_not_end_a_sequence(play: Play) -> None:
