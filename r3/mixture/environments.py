@@ -175,8 +175,9 @@ class MixedRound:
         """Return all samples, and the metrics of all environments together."""
         results = [own_round.result() for own_round in self._rounds]
         metrics: dict[str, Any] = {}
-        for result in results:
-            for name, part in result.metrics.items():
+        # A round of conversations of one turn says nothing of who rewarded them.
+        for own_round, result in zip(self._rounds, results, strict=True):
+            for name, part in (own_round.shares() | result.metrics).items():
                 metrics[name] = _added(metrics[name], part) if name in metrics else part
         samples = [sample for result in results for sample in result.samples]
         return RoundResult(

@@ -321,6 +321,14 @@ class Round:
             **{f"reward/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
         }
 
+    def shares(self) -> dict[str, Any]:
+        """Partials of who gave the rewards."""
+        rewarded = float(sum(bool(each.samples) and not each.failure for each in self.episodes))
+        return {
+            f"reward/{name}_frac": Mean(total=float(self._sources[name]), count=rewarded)
+            for name in ("by_environment", "by_function", "unfinished")
+        }
+
     def _metrics(self) -> dict[str, Any]:
         """Partials of env/*, of who gave the rewards, and of routes that were requested twice."""
         over = [each for each in self.episodes if each.num_turns and not each.is_suspended]
@@ -331,7 +339,6 @@ class Round:
         failed = sum(bool(each.failure) for each in self.episodes)
         at_limit = sum(each.outcome == "turns" for each in over)
         began = float(len(over))
-        rewarded = float(sum(bool(each.samples) and not each.failure for each in self.episodes))
         metrics: dict[str, Any] = {
             "env/unread": Sum(value=float(self._rules.setup.parser.take_unread())),
             "env/turns_mean": Mean(total=float(sum(each.num_turns for each in over)), count=began),
@@ -339,10 +346,7 @@ class Round:
             "env/dropped": Sum(value=float(len(self._dropped))),
             "env/zeroed": Sum(value=float(failed - len(self._dropped))),
             **{f"env/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
-            **{
-                f"reward/{name}_frac": Mean(total=float(self._sources[name]), count=rewarded)
-                for name in ("by_environment", "by_function", "unfinished")
-            },
+            **self.shares(),
         }
         differing = [each.transcript.differing for each in sequences]
         if slots := sum(total for _, total in differing):  # routes that were requested twice

@@ -206,3 +206,9 @@ def test_a_round_of_four_environments_is_four_rounds(tokenizer: Any, tmp_path: P
     turns = [part.metrics["env/turns_mean"] for part in alone[1:]]
     whole = mixed.metrics["env/turns_mean"]
     assert (whole.total, whole.count) == (sum(t.total for t in turns), sum(t.count for t in turns))
+    # Of 24 conversations 6 have a workflow, and 6 a game of two turns, that give rewards.
+    shares = {name: mixed.metrics[f"reward/by_{name}_frac"] for name in ("environment", "function")}
+    assert {name: (each.total, each.count) for name, each in shares.items()} == {
+        "environment": (12.0, 24.0),
+        "function": (12.0, 24.0),
+    }
