@@ -25,6 +25,7 @@ class _Sent:
     """What a rank sends of a sample: its own reward and penalty."""
 
     key: Key
+    source: str
     own_reward: bool | None
     reward: float
     penalty: float
@@ -41,6 +42,7 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
     own = [
         _Sent(
             key=sample.rollout.key,
+            source=sample.rollout.prompt_id.rpartition(":")[0] if config.data.env else "",
             own_reward=sample.rollout.own_reward,
             reward=sample.reward,
             penalty=algo.overlong_penalty
@@ -61,11 +63,11 @@ def gather_rewards(samples: Sequence[Sample], world: Axis, config: Config) -> li
     everybody = [sent for part in world.all_gather_object(own) for sent in part]
     everybody.sort(key=lambda sent: sent.key)
     # An unfinished episode of a workflow that rewards calls: its sequences count by themselves, as
-    # those of the other episodes do.
-    by_call = any(sent.own_reward for sent in everybody)
+    # those of the other episodes do. With data.env a source has its own workflow.
+    by_call = {sent.source for sent in everybody if sent.own_reward}
 
     def unit_of(sent: _Sent) -> Key:
-        alone = by_call if sent.own_reward is None else sent.own_reward
+        alone = sent.source in by_call if sent.own_reward is None else sent.own_reward
         return (*sent.key[:2], sent.key[2] if alone else 0)
 
     # An episode has the penalty of its longest sequence.

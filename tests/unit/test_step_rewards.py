@@ -333,6 +333,18 @@ def test_an_unfinished_episode_counts_as_the_others_do(by_call: bool) -> None:
     assert advantages(rewards, config) == [-2.0, 0.0 if by_call else -2.0, 2.0, 0.0]
 
 
+def test_another_source_that_rewards_calls_changes_no_episode() -> None:
+    """With data.env, sources have workflows of their own."""
+    one, two, *rest = episodes(own=False)
+    unfinished = [*(changed(each, own_reward=None) for each in (one, two)), *rest]
+    some = [
+        *(changed(each, group=1, prompt_id="b.jsonl:1") for each in unfinished),
+        *(changed(each, prompt_id="a.jsonl:1") for each in episodes(own=True)),
+    ]
+    data = replace(CONFIG.data, path=("a.jsonl", "b.jsonl"), env=("a.py:A", "b.py:B"))
+    assert units(gathered(some, replace(CONFIG, data=data))) == [0, 1, 2, 3, 4, 4, 5, 6]
+
+
 def steps(advantage: str = "dr_grpo", *, own: bool = True) -> tuple[list[Reward], list[float]]:
     """One group of three episodes of two, two and one sequences, with the baseline of a step."""
     config = with_algo(advantage=advantage, baseline="step")
