@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from r3.config import Config, ConfigError, ParallelConfig, Problem
+from r3.config import Config, ConfigError, ParallelConfig, Problem, flatten
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer, load_tokenizer
 from r3.lora.adapters import attach, factors
@@ -40,7 +40,8 @@ from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import load, named, slots
 from r3.run import checkpoint
-from r3.run.folder import RunDir, step_folders
+from r3.run.folder import RunDir, read_metrics, step_folders
+from r3.run.goal import Goal, best_step
 from r3.run.manifest import DamageError, read_manifest
 from r3.run.open import require_whole
 from r3.run.prepare import refusing
@@ -124,6 +125,11 @@ def parse(argv: Sequence[str] | None) -> Order:
         problems.append(config.model.problem(f"cannot be read: {error}", fix))
     if problems:
         raise ConfigError(problems)
+    if args.step == "best":
+        with suppress(OSError, ValueError):  # rows that are lost say nothing
+            values = Goal.of(flatten(config)).values(read_metrics(run_dir.metrics, notes=[]))
+            if (first := best_step(values)) not in (None, step):
+                say(f"note: the best evaluation was after step {first}, which has no checkpoint")
     variables = keyword_arguments(config.data.template_kwargs)
     return Order(
         config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,12 @@ def test_the_best_checkpoint_is_exported_by_its_name(straight: Path, tmp_path: P
     export = (interpreter(), "-m", "r3.export", straight, "--step", "best", "--to")
     exported = program(*export, tmp_path / "x")
     assert exported.returncode == 0 and f"after step {best}" in exported.stdout, exported.stderr
+    assert "note: the best evaluation" not in exported.stdout
+    # The starting model, which has no checkpoint, may be better than all that were saved.
+    copy = tmp_path / "copy"
+    shutil.copytree(straight, copy, symlinks=True)
+    lines = [json.dumps(row | ({} if row["step"] else {METRIC: 2.0})) for row in rows]
+    (copy / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    exported = program(*export[:3], copy, *export[4:], tmp_path / "y")
+    assert exported.returncode == 0, exported.stderr
+    assert "best evaluation was after step 0, which has no checkpoint" in exported.stdout
