@@ -25,6 +25,7 @@ _FAULTS = (
     *(ImportError, NotImplementedError, RuntimeError, ValueError, LookupError, TypeError),
     *(AttributeError, AssertionError),
 )
+_LOGGERS = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")
 _TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 
 
@@ -58,6 +59,7 @@ def message_parser(
     if unknown:
         raise ConfigError(unknown)
     cached = get_cached_tokenizer(tokenizer)  # parsers ask for the vocabulary, which takes long
+    logged = _Logged()
 
     def parser(tool_parser: str, reasoning_parser: str) -> Parser:
         cls = ParserManager.get_parser(
@@ -78,7 +80,7 @@ def message_parser(
             made()  # tools that it cannot use are refused before anything is sampled
 
             def parse(text: str, tokens: Sequence[int]) -> Parsed:
-                read = _parsed(made(), request, text, tokens)
+                read = logged.told(lambda: _parsed(made(), request, text, tokens))
                 if tool_parser:
                     return read
                 return replace(parsed_calls(read.content), reasoning=read.reasoning)
@@ -115,6 +117,30 @@ def _fault(make: Callable[[], Parser]) -> str:
     except _FAULTS as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class _Logged(logging.Handler):
+    """Keeps what parsers log where they fail, which would be a traceback per message."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the last error."""
+        error = record.exc_info[1] if record.exc_info else None
+        self._text = f"{type(error).__name__}: {error}" if error else record.getMessage()
+
+    def told(self, parse: Callable[[], Parsed]) -> Parsed:
+        """Return what a parser reads, with what it logged if it has read no call."""
+        for logger in map(logging.getLogger, _LOGGERS):
+            if self not in logger.handlers:  # an engine that is built resets them
+                logger.addHandler(self)
+                logger.setLevel(logging.ERROR)
+                logger.propagate = False
+        self._text = ""
+        read = parse()
+        return read if read.calls else replace(read, fault=self._text)
 
 
 def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> Parsed:

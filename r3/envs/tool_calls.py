@@ -32,11 +32,13 @@ class Parsed:
         content: what is neither reasoning nor a call.
         calls: `{"name": ..., "arguments": {...}}` of each tool call.
         reasoning: what the model thought; None without `env.reasoning_parser`, or if there is none.
+        fault: why a parser that raises nothing could read no call; empty if it has not failed.
     """
 
     content: str
     calls: list[dict[str, Any]]
     reasoning: str | None = None
+    fault: str = ""
 
     def fields(self) -> dict[str, Any]:
         """Fields of a message besides its content: `tool_calls`, and `reasoning` if there is any.
@@ -83,12 +85,15 @@ class MessageReader:
             if len(self._late) >= _MOST_LATE and len(text) >= min(self._late):
                 return self._text(text, "it is as long as messages that took too long")
             try:
-                return time_limit(lambda: parse(text, tokens), self._limit_s, TimeoutError)
+                parsed = time_limit(lambda: parse(text, tokens), self._limit_s, TimeoutError)
             except TimeoutError:
                 self._late.append(len(text))
                 return self._text(text, f"it took longer than {self._limit_s:g} s")
             except Exception as error:  # a third party's parser raises anything for odd texts
                 return self._text(text, f"{type(error).__name__}: {str(error)[:_SHOWN]}")
+            if parsed.fault:
+                self._text(text, parsed.fault[:_SHOWN])
+            return parsed
 
         return read
 

@@ -165,6 +165,21 @@ def test_a_parser_that_raises_is_counted_and_said_once(capfd: Capsys) -> None:
     assert said.count("warning") == 1 and "KeyError: 'name'" in said and "'a'" in said
 
 
+def test_a_failure_that_a_parser_only_logs_is_counted_and_said_once(
+    tokenizer: Any, capfd: Capsys
+) -> None:
+    """Most of vLLM's parsers catch their errors and log a traceback per message."""
+    reader = message_parser(EnvConfig(tool_parser="hermes"), tokenizer, {})
+    read, bad = reader(TOOLS), "<tool_call>1+2</tool_call>"
+    from vllm.logger import _configure_vllm_root_logger
+
+    _configure_vllm_root_logger()  # as an engine that is built later does
+    assert [read(bad, ()).content for _ in range(3)] == [bad] * 3
+    assert read("no call", ()).calls == [] and reader.take_unread() == 3
+    said = capfd.readouterr().err
+    assert said.count("warning") == 1 and "JSONDecodeError" in said and "Traceback" not in said
+
+
 def test_tools_that_a_parser_cannot_use_are_a_value_error() -> None:
     def refuse(tools: Any) -> Parse:
         raise KeyError("function")
