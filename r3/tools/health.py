@@ -103,8 +103,8 @@ def findings(everybody: Sequence[Facts]) -> list[Finding]:
         Finding(
             name="devices",
             problems=tuple(_device_problems(everybody)),
-            text=f"{size} x {first.device.rpartition(' ')[0]} on {len(hosts)} machine(s), "
-            f"{used:.1f} GiB in use",
+            text=f"{size} x {first.device.rpartition(' ')[0]} on {len(hosts)} machine(s)"
+            + f", {used:.1f} GiB in use" * (used > 0),
         ),
         Finding(
             name="ring",
@@ -113,7 +113,9 @@ def findings(everybody: Sequence[Facts]) -> list[Finding]:
                 for rank, facts in enumerate(everybody)
                 if facts.ring != _sum(size)
             ),
-            text=f"{slowest:.2f} GiB/s all-reduced on the slowest rank",
+            text=f"{slowest:.2f} GiB/s all-reduced on the slowest rank"
+            if size > 1
+            else "one rank: nothing to compare",
         ),
         Finding(
             name="disk",
@@ -122,7 +124,8 @@ def findings(everybody: Sequence[Facts]) -> list[Finding]:
                 for rank, facts in enumerate(everybody)
                 if facts.disk_problem
             ),
-            text=f"{first.folder} is shared, {first.free_gib:.1f} GiB are free",
+            text=f"{first.folder} {'is shared' if len(hosts) > 1 else 'can be written'}, "
+            f"{first.free_gib:.1f} GiB are free",
         ),
         Finding(
             name="clocks",
@@ -132,7 +135,7 @@ def findings(everybody: Sequence[Facts]) -> list[Finding]:
                 for facts in {facts.host: facts for facts in everybody}.values()
                 if abs(facts.clock_s) > _MOST_APART_S
             ),
-            text=f"at most {apart:.2f} s apart",
+            text=f"at most {apart:.2f} s apart" if len(hosts) > 1 else "one machine",
         ),
         Finding(
             name="versions",

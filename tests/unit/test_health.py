@@ -31,6 +31,20 @@ def test_equal_machines_have_no_problem() -> None:
     texts = {each.name: each.text for each in found}
     assert texts["devices"] == "4 x NVIDIA H100 on 2 machine(s), 1.5 GiB in use"
     assert texts["disk"] == "/shared/runs is shared, 500.0 GiB are free"
+    assert texts["ring"] == "20.00 GiB/s all-reduced on the slowest rank"
+
+
+def test_one_rank_is_compared_with_nothing_and_has_no_figures_of_it() -> None:
+    found = findings([replace(WELL, ring=1.0, device="CPU 0", in_use_gib=0.0)])
+    assert not any(each.problems for each in found)
+    texts = {each.name: each.text for each in found}
+    assert texts.pop("versions")
+    assert texts == {
+        "devices": "1 x CPU on 1 machine(s)",
+        "ring": "one rank: nothing to compare",
+        "disk": "/shared/runs can be written, 500.0 GiB are free",
+        "clocks": "one machine",
+    }
 
 
 @pytest.mark.parametrize(
