@@ -165,8 +165,9 @@ class EnvConfig:
     retries: int = setting(0, ge=0, resume=True, needs="sampling turns")
     """Retries after an exception, a time-out or a worker crash."""
     on_error: Literal["stop", "zero", "drop"] = setting("stop", needs="sampling turns")
-    """After the last retry. stop: end the run. zero: end the conversation with reward 0. drop:
-    leave the conversation out. Evaluation treats drop as zero."""
+    """After the last retry. stop: end the run. zero: end the conversation with reward 0, or leave
+    it out if it has no message of the model. drop: leave the conversation out. Evaluation treats
+    drop as zero."""
     unfinished_reward: float = setting(0.0, needs="sampling turns")
     """Reward of a conversation that ran out of turns or tokens before its environment gave any
     reward."""
