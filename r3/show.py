@@ -21,7 +21,7 @@ from r3.errors import Fault
 from r3.runtime.terminal import own_streams, say, visible
 from r3.tools.view.panels import conversation
 from r3.tools.view.runs import Kind, dumped_steps, read_samples
-from r3.tools.view.samples import Sample
+from r3.tools.view.samples import Sample, counted
 
 DEFAULT_COUNT = 3
 
@@ -72,9 +72,10 @@ def chosen(
     samples = (
         sets[args.set] if args.set else [sample for of_set in sets.values() for sample in of_set]
     )
-    mean = sum(sample.reward for sample in samples) / len(samples)
+    rewards = [sample.reward for sample in counted(samples)]
+    mean = sum(rewards) / len(rewards)
     name = args.set or ", ".join(sets)
-    heading = f"{args.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
+    heading = f"{args.run_dir}  step {step}  {name}: {len(rewards)} samples, mean reward {mean:.3f}"
     if args.group is not None:
         return heading, [(f"prompt {args.group}", _group(samples, args.group))]
     counts = [args.best, args.worst]

@@ -227,6 +227,24 @@ def test_newest_dump_is_shown_with_best_and_worst(run: Path, capsys: Capsys) -> 
     assert "highest rewards" not in out and out.count("reward 0 ") == 2
 
 
+@pytest.mark.parametrize(
+    ("by_call", "mean"),
+    [(False, "9 samples, mean reward 0.333"), (True, "12 samples, mean reward 0.250")],
+)
+def test_an_episode_of_two_sequences_counts_as_in_the_metrics(
+    by_call: bool, mean: str, run: Path, capsys: Capsys
+) -> None:
+    """Once, unless its calls are rewarded."""
+    dump = RunDir(run).rollouts(3)
+    rows = [json.loads(line) | {"own_reward": by_call} for line in dump.read_text().splitlines()]
+    rows = [
+        {**row, "sample_index": 0, "sequence": 1} if row["sample_index"] == 1 else row
+        for row in rows
+    ]
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert mean in shown(capsys, run)
+
+
 def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) -> None:
     words = show.parse([str(run), "--step", "1", "--best", "2", "--worst", "2"])
     _, parts = show.chosen(words, [])

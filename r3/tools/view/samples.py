@@ -17,6 +17,7 @@ class Sample:
         row: index of the row in its file; the arrays beside a rollout dump have the same order.
         group: samples with the same number answer the same prompt.
         sequence: index among the token sequences of a workflow's episode; 0 for conversations.
+        own_reward: whether the reward is of this sequence alone; None if its episode is unfinished.
         question: the last message of the user; empty if the dump does not have it.
         reference: the reference answer; empty when the dump does not have it.
         messages: the whole conversation.
@@ -43,6 +44,7 @@ class Sample:
     finish_reason: str
     response_tokens: int
     sequence: int = 0
+    own_reward: bool | None = False
     shaped_reward: float | None = None
 
     @property
@@ -77,8 +79,19 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         finish_reason=str(row["finish_reason"]),
         response_tokens=int(row["response_tokens"]),
         sequence=row.get("sequence", 0),
+        own_reward=row.get("own_reward", False),
         shaped_reward=_real(row.get("shaped_reward")),
     )
+
+
+def counted(samples: Sequence[Sample]) -> list[Sample]:
+    """Those whose rewards count, as in reward/mean: an episode once, unless calls are rewarded."""
+    by_call = any(sample.own_reward for sample in samples)
+    return [
+        sample
+        for sample in samples
+        if not sample.sequence or (by_call if sample.own_reward is None else sample.own_reward)
+    ]
 
 
 def tool_calls_text(message: Message) -> list[str]:
