@@ -27,6 +27,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder / "with_replay"), write_run(folder / "live", replay="off", steps=2)]
     save_scores(runs[0], 5)  # this row of the first rollout predicted its token 6
+    changes = {  # two epochs, which replay each row twice, and counts of a large run
+        "config.yaml": (("epochs_per_step: 1", "epochs_per_step: 2"),),
+        "metrics.jsonl": (
+            ('"routing/rows_replayed": 150', '"routing/rows_replayed": 300'),
+            ('"routing/rows_last_token": 12', '"routing/rows_last_token": 1234567'),
+            ('"routing/rows_live": 12', '"routing/rows_live": 2469134'),
+        ),
+    }
+    for name, pairs in changes.items():
+        for before, after in pairs:
+            text = (runs[0] / name).read_text()
+            assert before in text
+            (runs[0] / name).write_text(text.replace(before, after))
     done = report(*runs, "-o", folder / "report.html")
     assert done.returncode == 0, done.stderr
     assert "2 run(s)" in done.stdout

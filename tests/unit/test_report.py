@@ -43,9 +43,9 @@ def one_run(*words: object) -> dict[str, Any]:
 
 
 def test_columns_keep_the_step_of_every_value(own: Path) -> None:
-    rows = '{"step": 0, "a": 1.0}\n{"step": 1, "b": 0.3333333333}\n'
+    rows = '{"step": 0, "a": 12345678.0}\n{"step": 1, "b": 0.3333333333}\n'
     (own / "metrics.jsonl").write_text(f'{rows}{{"step": 2, "a": NaN, "b": Infinity}}\n')
-    expected = {"step": [0, 1, 2], "a": [1, None, None], "b": [None, 0.333333, None]}
+    expected = {"step": [0, 1, 2], "a": [12345678, None, None], "b": [None, 0.333333, None]}
     assert one_run(own)["metrics"] == expected
     (own / "metrics.jsonl").write_text("")
     assert one_run(own)["metrics"] == {}

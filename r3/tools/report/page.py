@@ -233,8 +233,12 @@ def render(data: Mapping[str, Any], plotly_js: str) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """Six significant digits are more than a picture shows. NaN and infinity have no JSON."""
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+    """Six significant digits are more than a picture shows; counts are compared with each other, so
+    they stay exact. NaN and infinity have no JSON.
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value if float(value).is_integer() else f"{value:.6g}")
 
 
 def _formula(key: str) -> str:

@@ -118,12 +118,13 @@ function drawLedger() {
     return;
   }
   box.append(make("p", "lead", {}, "A row is one token's experts in all layers. Rows that the engine captured must be replayed, " +
-    "and rows routed live must have a cause. Both sides are counted independently."));
+    "and rows routed live must have a cause, once in each epoch of a step. Both sides are counted independently."));
   const columns = [["expected", "expected"], ["captured", "captured"], ["replayed", "replayed"], ["missing", "missing"],
     ["missing, whole rollout", "missing_rollout"], ["last tokens", "last_token"], ["routed live", "live"]];
   const rows = runs.map((run) => {
     const live = ["last_token", "missing", "missing_rollout"].map((name) => total(run, name) || 0).reduce((a, b) => a + b);
-    const balanced = total(run, "captured") === total(run, "replayed") && live === total(run, "live");
+    const epochs = Number(run.settings["train.epochs_per_step"]) || 1; // each replays every row once
+    const balanced = epochs * total(run, "captured") === total(run, "replayed") && epochs * live === total(run, "live");
     const verdict = balanced ? make("span", "ok", {}, "balanced") : make("span", "broken", {}, "not balanced");
     return [runName(run), ...columns.map(([, name]) => (total(run, name) === null ? "–" : whole(total(run, name)))), verdict];
   });
