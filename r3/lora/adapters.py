@@ -308,7 +308,9 @@ class Adapters(nn.Module):
     def _after(self, layer: Any, _inputs: Any, output: Any) -> None:
         """Let backward, which begins with the gradient of the output, find the weights."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
+        # Not in the forward before a recomputation: the graph does not get its hooks, and a later
+        # hook of the same tensor (r3/routing/replay.py has one) would be lost with them.
+        if torch.is_grad_enabled() and hidden.requires_grad:
             hidden.register_hook(lambda _gradient: self._hold(layer.layer_number))
 
     def sharded_state(self) -> dict[str, Any]:

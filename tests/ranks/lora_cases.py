@@ -371,3 +371,17 @@ def tensors_in(saved: Path) -> list[str]:
     """Names of the tensors in a checkpoint."""
     found = FileSystemReader(saved).read_metadata().state_dict_metadata
     return [name for name, each in found.items() if isinstance(each, TensorStorageMetadata)]
+
+
+def recomputed_stage(device: Device, *, model: str) -> int:
+    """Replay over a quantised base, recomputed in a pipeline: rows of routes that were replayed."""
+    model_settings = {"base": "int8", "recompute": "full"}
+    config = settings(
+        model, ("attention",), model=model_settings, parallel={"pp": 2}, replay={"mode": "r3"}
+    )
+    mesh = build_mesh(device, config.parallel)
+    policy = policy_of(device, mesh, config)
+    layers = policy.replay.layers
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96, layers=layers)
+    _, metrics = one_update(policy, batch, total_updates=TOTAL)
+    return int(metrics["routing/rows_replayed"].slots)

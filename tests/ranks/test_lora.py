@@ -126,3 +126,9 @@ def test_layouts_train_the_same_and_resume_bit_for_bit(
         # Products of slices and of whole matrices round differently. bfloat16 keeps 8 bits of
         # weights up to 2; a row that another layout places wrongly is off by 0.1.
         assert worlds[1][name].from_other < (1e-2 if half else 1e-6), name
+
+
+def test_routes_are_replayed_by_recomputed_stages_over_int8(model: Path) -> None:
+    """The last layer of a stage has no norm behind it: base and replay hook the same tensor."""
+    rows = run_world(cases.recomputed_stage, 2, model=str(model))
+    assert all(each > 0 for each in rows), rows
