@@ -196,7 +196,8 @@ def parse(argv: Sequence[str] | None) -> Order:
     if weights:
         config = with_values(config, weights.settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems += [p for p in validate.problems(config, world_size) if p.place.startswith(matters)]
+    read = (*matters, "lora.")
+    problems += [p for p in validate.problems(config, world_size) if p.place.startswith(read)]
     parallel = config.parallel
     whole = {"--save": args.save, "--engine": args.engine is not None}
     for flag in (flag for flag, is_given in whole.items() if is_given):

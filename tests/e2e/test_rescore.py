@@ -209,8 +209,6 @@ def test_engine_decodes_the_dump_again(
 @pytest.mark.parametrize(
     ("version", "kept", "settings"),
     [
-        # The starting model, with the adapters and the base that the run began with.
-        (0, "", {"lora.rank": 4, "lora.start": "/adapter", "model.base": "int8"}),
         # An export has them merged; a checkpoint has what the adapters became.
         (2, "hf", {"lora.rank": 0, "lora.start": "", "model.base": "dtype"}),
         (2, "checkpoints", {"lora.rank": 4, "lora.start": "", "model.base": "int8"}),
@@ -225,6 +223,16 @@ def test_adapters_are_merged_into_the_weights_once(
         shutil.copytree(TINY_MOE, tmp_path / kept / f"step_{version:06d}")
     found = flatten(parse([str(tmp_path), "--step", str(version + 1)]).config)
     assert {name: found[name] for name in settings} == settings
+
+
+def test_the_adapter_that_a_run_began_with_must_be_there(tmp_path: Path) -> None:
+    sampled, lora = replace(rollout(0, 0), policy_version=0), {"rank": 4, "start": "/adapter"}
+    write_dump(tmp_path, 1, sampled, lora=lora)
+    with pytest.raises(ConfigError, match="lora.start = '/adapter': is no folder of a PEFT"):
+        parse([str(tmp_path), "--step", "1"])
+    write_dump(tmp_path, 1, sampled, lora={"rank": 4}, model={"base": "int8"})
+    config = parse([str(tmp_path), "--step", "1"]).config
+    assert (config.lora.rank, config.model.base) == (4, "int8")
 
 
 def write_dump(folder: Path, step: int, dumped: Rollout, **sections: dict[str, Any]) -> None:
