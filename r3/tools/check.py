@@ -166,9 +166,12 @@ def _check_reward(
         tried = tried[:_REFERENCES]
         results = [scorer.trial(reference_rollout(task, prompt), prompt) for prompt in tried]
         if (most := max(_value(result, scorer) for result in results if result)) <= 0:
+            names = (component.name for component in scorer.components)
+            name = dict(zip(names, path, strict=True))[scorer.deciding]
+            of = f" of {name}" if name != scorer.deciding else ""
             yield (
-                f"    warning: {who}the reference answers of the first {len(tried)} rows are worth "
-                f"{most:g} at most. {scorer.deciding} may not fit the data: it may expect another "
+                f"    warning: {who}the reference answers of the first {len(tried)} rows{of} are "
+                f"worth {most:g} at most. {name} may not fit the data: it may expect another "
                 "form of answer (#### 7), or another column (data.answer_key)"
             )
 

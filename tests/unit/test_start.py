@@ -146,6 +146,13 @@ def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) ->
     assert "warning" not in said("#### 7", "#### 88"), "one row may be odd"
     repeated = "note: 1 of 2 rows repeat an earlier one (rows.jsonl:2 is rows.jsonl:1)"
     assert repeated in said("#### 7", "#### 7") and repeated not in said("#### 7", "#### 88")
+    rows = [
+        {"question": "?", "answer": "#### 7", "verifier": "high" if i else "gsm8k"}
+        for i in range(3)
+    ]
+    reward = {"function": ("row",), "row_functions": ("gsm8k", *reward["function"])}
+    of_rows = "of the first 2 rows of high are worth 0 at most. high may not fit the data"
+    assert of_rows in checked(config_of(tmp_path, rows, function, reward=reward))
 
 
 def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path: Path) -> None:
