@@ -228,7 +228,7 @@ def test_adapters_are_merged_into_the_weights_once(
 def test_the_adapter_that_a_run_began_with_must_be_there(tmp_path: Path) -> None:
     sampled, lora = replace(rollout(0, 0), policy_version=0), {"rank": 4, "start": "/adapter"}
     write_dump(tmp_path, 1, sampled, lora=lora)
-    with pytest.raises(ConfigError, match="lora.start = '/adapter': is no folder of a PEFT"):
+    with pytest.raises(ConfigError, match=r"lora\.start = '/adapter': is no folder of"):
         parse([str(tmp_path), "--step", "1"])
     write_dump(tmp_path, 1, sampled, lora={"rank": 4}, model={"base": "int8"})
     config = parse([str(tmp_path), "--step", "1"]).config
