@@ -32,6 +32,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "metrics.jsonl": (
             ('"routing/rows_replayed": 150', '"routing/rows_replayed": 300'),
             ('"routing/rows_last_token": 12', '"routing/rows_last_token": 1234567'),
+            ('"eval/heldout/accuracy"', '"eval/heldout/reward": 0.437, "eval/heldout/accuracy"'),
+            ('"reward/mean"', '"loss/nll": 1.5, "reward/mean"'),
             ('"routing/rows_live": 12', '"routing/rows_live": 2469134'),
         ),
     }
@@ -76,6 +78,9 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
         ), box
     titles = browser.values(".chart h4", "e.textContent")
     assert {"Reward", "Held-out accuracy", "Entropy", "k3 with and without replay"} <= set(titles)
+    assert "heldout reward" in browser.text("#overview table")
+    constant = browser.text("#learning")  # figures of graded rewards, and of supervised runs
+    assert "Held-out reward: 0.437" in constant and "Supervised loss, teacher KL: 1.5" in constant
     assert "env/tool_calls" in titles, "what the user's environment reports"
     assert "The same in every step" in browser.text("#routing"), (
         "coverage or agreement does not change here"

@@ -95,8 +95,10 @@ function drawLearning() {
   const one = (key, label = "") => [[key, label, "solid"]];
   lineChart(box, "Reward", "mean over the step's samples", one("reward/mean"));
   const dashes = ["solid", "dot", "dash"];
-  lineChart(box, "Held-out accuracy", "share of evaluation samples with reward ≥ 1",
-    evalKeys().map((key, i) => [key, key.split("/")[1], dashes[i % 3]]), { range: [0, 1.02] });
+  lineChart(box, "Supervised loss, teacher KL", "per token", [["loss/nll", "loss", "solid"], ["loss/kl_teacher", "KL to the teacher", "dot"]]);
+  const perSet = (figure) => evalKeys(figure).map((key, i) => [key, key.split("/")[1], dashes[i % 3]]);
+  lineChart(box, "Held-out accuracy", "share of right responses", perSet("accuracy"), { range: [0, 1.02] });
+  lineChart(box, "Held-out reward", "mean, of sets with graded rewards", perSet("reward"));
   const rates = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].filter((key) => /^source\/.+\/pass_rate$/.test(key));
   lineChart(box, "Pass rate per source", "share of right samples",
     rates.sort().map((key, i) => [key, key.split("/")[1], dashes[i % 3]]), { range: [0, 1.02] });

@@ -57,8 +57,8 @@ function table(heads, rows, right = []) {
     make("tbody", "", {}, ...rows.map((row) => make("tr", "", {}, ...row.map((content, i) => cell("td", content, i))))));
 }
 
-const evalKeys = () =>
-  [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].filter((key) => /^eval\/.+\/accuracy$/.test(key)).sort();
+const evalKeys = (figure = "accuracy") => [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))]
+  .filter((key) => key.startsWith("eval/") && key.endsWith(`/${figure}`) && key.split("/").length === 3).sort();
 
 function drawOverview() {
   byId("title").textContent = RUNS.map((run) => run.name).join(" and ");
@@ -66,8 +66,8 @@ function drawOverview() {
   for (const run of RUNS) {
     for (const note of run.notes) byId("notes").append(make("div", "warning", {}, `${run.name}: ${note}`));
   }
-  const evals = evalKeys();
-  const heads = ["Run", "Steps", "Reward", ...evals.map((key) => `${key.split("/")[1]} accuracy`), "Response tokens",
+  const evals = [...evalKeys(), ...evalKeys("reward")];
+  const heads = ["Run", "Steps", "Reward", ...evals.map((key) => key.split("/").slice(1).join(" ")), "Response tokens",
     "Entropy", "k3, median", "Agreement", "Seconds per step"];
   const rows = RUNS.map((run) => {
     const steps = known(run.metrics.step);
