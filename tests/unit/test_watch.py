@@ -77,6 +77,26 @@ def test_screen_has_progress_figures_and_phases(run: Path, capsys: Capsys) -> No
     assert "generate: rank 0" in out and "train: rank 1" in out
 
 
+def test_figures_of_the_same_tokens_stand_together(run: Path, capsys: Capsys) -> None:
+    """k3 of all tokens is no partner of the live k3, which is of a sample of them."""
+    rows = {"mismatch/k3": 3e-5, "mismatch/k3_replay": 1e-5, "mismatch/k3_live": 2e-5}
+    RunDir(run).append_metrics({"step": 2, "loss/nll": 1.7927, "loss/kl_teacher": 0.25} | rows)
+    said = [line.split("  ") for line in shown(capsys, run).splitlines()]
+    figures = [[word.strip() for word in words if word][:2] for words in said]
+    at = figures.index(["mismatch k3", "3.0e-05"])
+    assert figures[at + 1 : at + 3] == [
+        ["sampled, replayed", "1.0e-05"],
+        ["the same, live", "2.0e-05"],
+    ]
+    assert ["supervised loss", "1.7927"] in figures and ["KL to teacher", "2.50e-01"] in figures
+
+
+def test_a_finished_run_without_heartbeats_is_no_fault(tmp_path: Path, capsys: Capsys) -> None:
+    """A run of a few seconds writes none."""
+    out = shown(capsys, write_run(tmp_path / "run", steps=2))
+    assert "finished" in out and "no heartbeats" not in out
+
+
 def test_silence_is_said(run: Path, capsys: Capsys) -> None:
     assert "no heartbeats" in shown(capsys, run)
     beat(run, 0, "train", silent_s=240.0)

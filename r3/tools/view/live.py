@@ -31,6 +31,8 @@ STALE_S = 120.0
 _PLAIN: Callable[[float], str] = "{:.3f}".format
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward/mean": ("reward", _PLAIN),
+    "loss/nll": ("supervised loss", "{:.4f}".format),
+    "loss/kl_teacher": ("KL to teacher", "{:.2e}".format),
     "policy/entropy": ("entropy", _PLAIN),
     "rollout/response_tokens_mean": ("response tokens", "{:.1f}".format),
     "rollout/truncated_frac": ("truncated", _PLAIN),
@@ -38,7 +40,8 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss/clip_frac": ("clipped", _PLAIN),
     "loss/kl_ref": ("KL to reference", "{:.2e}".format),
     "mismatch/k3": ("mismatch k3", "{:.1e}".format),
-    "mismatch/k3_live": ("  with live routes", "{:.1e}".format),
+    "mismatch/k3_replay": ("  sampled, replayed", "{:.1e}".format),
+    "mismatch/k3_live": ("  the same, live", "{:.1e}".format),
     "routing/agreement": ("routing agreement", "{:.4f}".format),
     "optim/grad_norm": ("gradient norm", "{:.2f}".format),
     "perf/tokens_per_s": ("tokens per second", "{:.0f}".format),
@@ -166,12 +169,10 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _ranks(beats: Sequence[Heartbeat], *, is_done: bool, is_silent: bool) -> RenderableType:
-    if not beats:
-        return Text(
-            "no heartbeats: the run did not start its steps, or debug.stall_s is 0", style="dim"
-        )
     if is_done:
         return Text("")
+    if not beats:  # the first ones come after some seconds
+        return Text("no heartbeats yet, or debug.stall_s is 0", style="dim")
     if is_silent:
         age = duration_text(min(beat.age_s for beat in beats))
         return Text(f"all ranks silent for {age}: the run was stopped, or hangs", style="bold red")
