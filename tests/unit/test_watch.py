@@ -92,9 +92,12 @@ def test_figures_of_the_same_tokens_stand_together(run: Path, capsys: Capsys) ->
 
 
 def test_a_finished_run_without_heartbeats_is_no_fault(tmp_path: Path, capsys: Capsys) -> None:
-    """A run of a few seconds writes none."""
-    out = shown(capsys, write_run(tmp_path / "run", steps=2))
+    """A run of a few seconds writes none, and those of one that ended long ago are old."""
+    run = write_run(tmp_path / "run", steps=2)
+    out = shown(capsys, run)
     assert "finished" in out and "no heartbeats" not in out
+    beat(run, 0, "train", age_s=240.0)
+    assert "finished" in shown(capsys, run)
 
 
 def test_silence_is_said(run: Path, capsys: Capsys) -> None:

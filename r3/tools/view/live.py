@@ -117,7 +117,8 @@ def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
     end = facts.end
     if not end and not facts.is_finished and is_abandoned(facts.path):
         end = "the run was killed: no process writes to its folder"
-    is_silent = bool(beats) and all(beat.age_s > STALE_S for beat in beats)
+    is_old = bool(beats) and all(beat.age_s > STALE_S for beat in beats)
+    is_silent = is_old and not facts.is_finished
     return Group(
         Text(visible(facts.path), style="bold"),
         _progress(done, steps, "" if end or is_silent else _time_left(facts)),
