@@ -82,6 +82,11 @@ class Config:
         return not self.learns_rows or bool(self.eval.path)
 
     @property
+    def moves_optimizer(self) -> bool:
+        """Whether its state is on the host at times: streamed, or while an engine generates."""
+        return self.uses_engine or self.train.optimizer == "streamed"
+
+    @property
     def in_float32(self) -> bool:
         """Whether policy and engine compute in float32 throughout."""
         return self.model.dtype == self.engine.dtype == "float32"

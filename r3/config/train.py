@@ -233,14 +233,14 @@ class TrainConfig:
     clip_grad: float = setting(1.0, ge=0, fix="0 disables clipping, 1.0 is common")
     """Maximum global gradient norm. 0: no clipping."""
     optimizer: Literal["kept", "resident", "streamed"] = setting(
-        "resident", resume=True, needs=ALWAYS
+        "resident", resume=True, needs="moves"
     )
     """Where AdamW's state is. resident: on the device while the policy trains, in host memory while
     the engine generates. kept: always on the device, where there is room for both. streamed: in
     host memory; every update brings it to the device in parts and takes it back. The updates are
     the same bit for bit."""
     optimizer_kept_gib: float = setting(
-        0.0, ge=0, resume=True, needs="train.optimizer=resident|streamed"
+        0.0, ge=0, resume=True, needs="train.optimizer=resident|streamed moves"
     )
     """GiB of a rank's optimizer state that always stay on the device: what a resident or streamed
     optimizer need not move."""

@@ -73,7 +73,7 @@ class Policy(ScoringPolicy):
         self.memory = TrainingMemory(
             self.wrapped, self.optimizer, device, streamed=streamed, kept_bytes=kept_bytes
         )
-        if trains and (streamed or config.uses_engine):
+        if trains and config.moves_optimizer:
             self.memory.reserve()
         self.chunks = chunks
         self.slots: list[Slot] = slots(chunks, shape, mesh)

@@ -11,7 +11,6 @@ from r3.models.shape import BYTES_OF, ModelShape
 from r3.tools.planning.layout_search import RANKS_PER_MACHINE
 from r3.tools.planning.memory_plan import (
     GIB,
-    PHASES,
     host_memory,
     kv_cache_demand,
     memory,
@@ -44,7 +43,9 @@ def describe(
         f"ranks ({world_size})": _layout(config, shape, world_size),
         "batch": _batch(config, shape, world_size),
         "memory per rank, GiB (estimate)": _memory(config, shape, world_size, device_gib),
-        "weight sync, GiB read per rank": _sync(config, shape, world_size),
+        "weight sync, GiB read per rank": _sync(config, shape, world_size)
+        if config.uses_engine
+        else "",
         "config": to_yaml(config).rstrip(),
     }
     return "\n\n".join(section(title, text) for title, text in sections.items() if text)
@@ -103,9 +104,11 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
             **place,
             "layers": ",".join(f"{piece[0]}..{piece[-1]}" for piece in stages[place["pp"]]),
             "experts": f"{first}..{first + per_rank - 1}" if shape.moe_layers else "-",
-            "engine": engine,
-            "prompts": config.rollout.prompts_per_step // parallel.engines(world_size),
         }
+        if config.uses_engine:
+            cells["engine"] = engine
+        if not config.learns_rows:
+            cells["prompts"] = config.rollout.prompts_per_step // parallel.engines(world_size)
         rows.append([str(cell) for cell in cells.values()])
     return _table([list(cells), *rows, *_more(world_size)])
 
@@ -157,10 +160,10 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
 
 def _memory(config: Config, shape: ModelShape, world_size: int, device_gib: float | None) -> str:
     phases = memory(config, shape, world_size, device_gib)
-    parts = list(dict.fromkeys(part for phase in PHASES for part in phases[phase]))
-    rows: list[Sequence[str]] = [("", *PHASES)]
-    rows += [(part, *(_gib(phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]
-    rows.append(("sum", *(_gib(sum(phases[phase].values())) for phase in PHASES)))
+    parts = list(dict.fromkeys(part for of_phase in phases.values() for part in of_phase))
+    rows: list[Sequence[str]] = [("", *phases)]
+    rows += [(part, *(_gib(each.get(part, 0.0)) for each in phases.values())) for part in parts]
+    rows.append(("sum", *(_gib(sum(each.values())) for each in phases.values())))
     host = host_memory(config, shape, world_size)
     cells = ", ".join(f"{part} {_gib(size)}" for part, size in host.items())
     cache = "no engine: nothing is sampled"

@@ -12,7 +12,7 @@ from benchmarks.gpu import active_params, forward_flops
 from r3 import extras
 from r3.assets import TINY_MOE
 from r3.checks import examine
-from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
+from r3.config import OF_OBJECTIVE, Config, ParallelConfig, from_yaml, parse_value, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.extras import dry_run, planner
 from r3.models.shape import ModelShape
@@ -448,3 +448,23 @@ def test_operations_per_token_by_hand() -> None:
     active = BIG_OTHERS - 151_936 * 2048 + BIG_SHAPE.num_expert_params / 16
     assert active_params(BIG_SHAPE) == active
     assert forward_flops(BIG_SHAPE, 4608) == 2 * active + 2 * 4608 * 32 * 128 * 48
+
+
+def test_a_plan_without_an_engine_has_nothing_of_one() -> None:
+    values = {**OF_OBJECTIVE["sft"], "train.objective": "sft", "eval.path": ()}
+    config = with_values(BIG, values)
+    assert [*plan.memory(config, BIG_SHAPE, 8)] == ["TRAIN", "OPTIMIZER", "SAVE"]
+    assert "optimizer" not in plan.host_memory(config, BIG_SHAPE, 8), "it never leaves the device"
+    streamed = with_values(config, {"train.optimizer": "streamed"})
+    assert plan.host_memory(streamed, BIG_SHAPE, 8)["optimizer"] > 0
+    described = describe(config, BIG_SHAPE, 8, 141)
+    fits, proposed = plan_for(config, BIG_SHAPE, 8, 80)
+    assert fits
+    for text in (described.rpartition("\n\nconfig\n")[0], proposed):
+        assert not re.search(r"engine_tp|inf |SYNC|GENERATE|weight sync|KV cache| prompts", text)
+    # Control: what evaluates has an engine.
+    evaluates = with_values(config, {"eval.path": BIG.eval.path})
+    assert "weight sync" in describe(evaluates, BIG_SHAPE, 8)
+    larger = with_values(config, {"parallel.engine_tp": 2, "lora.rank": 8, "lora.expert_rank": 1})
+    fits, proposed = plan_for(larger, BIG_SHAPE, 1, 141)
+    assert fits and "--parallel.engine_tp 1" in proposed, "the rule about it needs no engine"

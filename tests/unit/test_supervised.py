@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r3 import assets, extras
-from r3.checks import problems, warnings
+from r3.checks import examine, problems, warnings
 from r3.config import OF_OBJECTIVE, with_values
 from r3.data import Columns, DataError, Dataset, load_prompts
 from r3.models.shape import ModelShape
@@ -136,6 +136,16 @@ def test_another_value_than_the_objective_brings_is_refused() -> None:
     assert rule in found["replay.mode"]
     assert "add --algo.args ''" in found["algo.args"]
     assert problems(SFT, 1) == []
+
+
+def test_where_the_optimizer_is_matters_to_an_engine_alone() -> None:
+    for name, value in {"train.optimizer": "kept", "train.optimizer_kept_gib": 1.0}.items():
+        (warning,) = examine(with_values(SFT, {name: value}), 1, named=[name]).warnings
+        assert warning.startswith(f"{name} = {value!r} has no effect: ") and "sampled" in warning
+        evaluates = with_values(SFT, {name: value, "eval.path": tiny_config().eval.path})
+        assert examine(evaluates, 1, named=[name]).warnings == ()
+    streamed = {"train.optimizer": "streamed", "train.optimizer_kept_gib": 1.0}
+    assert examine(with_values(SFT, streamed), 1, named=streamed).warnings == ()
 
 
 @pytest.mark.parametrize(

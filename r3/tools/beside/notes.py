@@ -133,6 +133,7 @@ def conditions(config: Config, shape: ModelShape | None) -> dict[str, str]:
             not any(":" in name or name == "math" for name in used),
             "no reward function is math or one of your files",
         ),
+        "moves": (not config.moves_optimizer, nothing),
         "decay": (train.lr_schedule == "constant", "train.lr_schedule is constant"),
         "samples": (max(config.eval.samples, default=1) == 1, "eval.samples is 1"),
         **{

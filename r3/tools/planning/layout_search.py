@@ -123,7 +123,8 @@ def search(
         few_changes: put settings with the fewest changes first.
     """
     target = _Target(config, shape, world_size, device_gib, few_changes)
-    lacking = dict.fromkeys(PHASES, float("inf"))
+    phases = PHASES if config.uses_engine else _POLICY_PHASES
+    lacking = dict.fromkeys(phases, float("inf"))
     ranked: list[tuple[tuple[Any, ...], Proposal]] = []
     refused: list[Problem] = []
     tried = 0
@@ -132,8 +133,12 @@ def search(
         # The passes do not depend on the engine, nor the engine on the passes.
         passes = [layout | values for values in _pass_settings(config, shape, layout)]
         own = _best(target, passes, _POLICY_PHASES, lacking)
-        engines = [layout | values for values in _engine_settings(target, layout)]
-        engine = _best(target, engines, _ENGINE_PHASES, lacking)
+        engine: Values | None = {}
+        if not config.uses_engine:  # its size must divide the ranks all the same
+            engine = {"parallel.engine_tp": 1} if world_size % config.parallel.engine_tp else {}
+        else:
+            engines = [layout | values for values in _engine_settings(target, layout)]
+            engine = _best(target, engines, _ENGINE_PHASES, lacking)
         if own is None or engine is None:
             continue
         values = {**own, **engine}

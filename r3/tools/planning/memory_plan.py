@@ -33,7 +33,6 @@ PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
 RESERVE = 0.05
 """Share of a device that a plan leaves free, for fragmentation and unbalanced routing."""
 
-
 # Of the frameworks, on a GPU. Known from use of the same libraries; not measured with R3.
 CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context with its kernels, workspaces of cuBLAS
 COMMUNICATOR_BYTES = int(0.35 * GIB)  # buffers of one NCCL communicator
@@ -183,7 +182,7 @@ def memory(
                          the first rank of each engine
         frameworks       framework_bytes, in every phase
 
-    Without an engine (`Config.uses_engine`) its parts are 0.
+    Without an engine (`Config.uses_engine`) there is neither SYNC nor GENERATE.
 
     Args:
         config: the settings.
@@ -198,8 +197,7 @@ def memory(
     if sum(quantised):  # one byte per value, and a factor per block
         weights -= sum(quantised) * (size - 1 - 4 / extras.adapter_plan().BLOCK)
     engine, buffers = engine_bytes(config, shape), engine_buffer_bytes(config, shape)
-    optimizer = optimizer_bytes(config, shape, world_size)
-    parallel = config.parallel
+    optimizer, parallel = optimizer_bytes(config, shape, world_size), config.parallel
     tokens = config.train.micro_batch_tokens / (parallel.tp * parallel.cp)
     if parallel.vpp > 1:
         tokens *= 1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)
@@ -235,11 +233,11 @@ def memory(
     syncing = {}
     if of_layer:
         passes |= merging | {"layer": of_layer * float(size)}
-        syncing = {"merging": merging["merging"] + largest * size * config.uses_engine}
+        syncing = {"merging": merging["merging"] + largest * size}
     teacher = max((teacher_bytes(config, path) for path in config.algo.teacher), default=0.0)
     if (beyond := teacher - passes["activations"]) > 0:
         passes["teacher"] = beyond
-    return {
+    of_engine = {
         "SYNC": always
         | kept
         | syncing
@@ -249,6 +247,8 @@ def memory(
         | {"engine weights": engine, "engine buffers": buffers}
         | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
         | {"KV cache": cache},
+    }
+    return (of_engine if config.uses_engine else {}) | {
         "TRAIN": train | passes,
         "OPTIMIZER": train | states | {"clipping": shard * 4} | merging,
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
@@ -349,7 +349,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     """Part -> bytes of host memory of one rank. On CPU the parts of `memory` come on top.
 
         process             Python and its libraries
-        optimizer           its state while the engine generates, page-locked
+        optimizer           its state while the engine generates, or streamed, page-locked
         reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores; with
                             adapters it is the base
         base weights        lora.rank: of the matrices with adapters, unless it is quantised
@@ -372,7 +372,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     engine = engine_bytes(config, shape)
     trained = sum(trained_per_rank(config, shape))
     base = sum(adapted_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
-    optimizer = optimizer_bytes(config, shape, world_size)
+    optimizer = optimizer_bytes(config, shape, world_size) * config.moves_optimizer
     parts = {
         "process": PROCESS_BYTES,
         "optimizer": max(0.0, optimizer - config.train.kept_bytes),
@@ -395,7 +395,7 @@ def cpu_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, 
     The engine's weights stay there, because the engine's sleep frees its KV cache alone.
     """
     phases = memory(config, shape, world_size)
-    parts = phases["TRAIN"] | phases["SYNC"]
+    parts = phases["TRAIN"] | phases.get("SYNC", {})
     return {name: size for name, size in parts.items() if name in CERTAIN}
 
 

@@ -17,6 +17,7 @@ from r3.tools.planning.memory_plan import (
     RESERVE,
     Fit,
     cpu_memory,
+    engine_bytes,
     fit,
     host_memory,
 )
@@ -153,13 +154,11 @@ def plan_for(
 
 def _figures(proposal: Proposal) -> str:
     needs = ", ".join(f"{phase} {gib:.1f}" for phase, gib in proposal.fit.needs_gib.items())
-    return "\n".join(
-        [
-            f"   GiB of {proposal.fit.usable_gib:.1f}: {needs}",
-            f"   KV cache of an engine: {proposal.fit.cached_sequences:,.0f} sequences of maximum "
-            "length",
-        ]
-    )
+    text = f"   GiB of {proposal.fit.usable_gib:.1f}: {needs}"
+    cached = proposal.fit.cached_sequences
+    if cached < math.inf:  # there is an engine
+        text += f"\n   KV cache of an engine: {cached:,.0f} sequences of maximum length"
+    return text
 
 
 def memory_problems(
@@ -182,7 +181,7 @@ def memory_problems(
     plan = fit(config, shape, world_size, device_gib)
     engine = config.engine
     share = engine.memory_fraction * device_gib
-    weights = plan.parts["GENERATE"]["engine weights"] / GIB
+    weights = engine_bytes(config, shape) / GIB
     if not engine.kv_cache_gib and weights > share:
         rule = f"{share:.1f} GiB of the device are less than the engine's weights, {weights:.1f}"
         fix = _remedy(config, shape, world_size, device_gib)
