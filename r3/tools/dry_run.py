@@ -189,10 +189,12 @@ def _kv_cache(config: Config, shape: ModelShape, world_size: int, size: float) -
 
 def _sync(config: Config, shape: ModelShape, world_size: int) -> str:
     """What the first ranks read in a weight sync, by the code that plans it."""
-    hosts = [str(rank // RANKS_PER_MACHINE) for rank in range(world_size)]
+    # Ranks cannot read each other's quantised base: each sends what it makes of it.
+    per_host = 1 if config.quantises_base else RANKS_PER_MACHINE
+    hosts = [str(rank // per_host) for rank in range(world_size)]
     readers = range(min(world_size, _SHOWN_RANKS))
     size = BYTES_OF[config.model.dtype]
-    rows: list[Sequence[str]] = [("rank", "own memory", "same machine", "network")]
+    rows: list[Sequence[str]] = [("rank", "own memory", "same machine", "broadcast")]
     for plan in sync_plans(shape, config.parallel, hosts, readers, size):
         traffic = Traffic.of(plan)
         parts = (traffic.local, traffic.peer, traffic.network)

@@ -468,3 +468,13 @@ def test_a_plan_without_an_engine_has_nothing_of_one() -> None:
     larger = with_values(config, {"parallel.engine_tp": 2, "lora.rank": 8, "lora.expert_rank": 1})
     fits, proposed = plan_for(larger, BIG_SHAPE, 1, 141)
     assert fits and "--parallel.engine_tp 1" in proposed, "the rule about it needs no engine"
+
+
+def test_ranks_broadcast_what_they_make_of_a_quantised_base() -> None:
+    values = {"lora.rank": 8, "lora.expert_rank": 1}
+    rows = []
+    for base in ("dtype", "int8"):
+        text = describe(with_values(BIG, values | {"model.base": base}), BIG_SHAPE, 8)
+        rows.append(text.split("read per rank\n")[1].splitlines()[1].split())
+    (rank, own, same_machine, none), made = rows
+    assert none == "-" and made == [rank, own, "-", same_machine]
