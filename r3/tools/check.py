@@ -111,6 +111,10 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
             f"    {who}environment: step with the reference answer returned "
             f"{len(step.messages)} message(s), {reward}, done {step.done} in {seconds:.1f} s"
         )
+    except EnvironmentFailed as failed:  # as in the run
+        if (on_error := environments.settings.on_error) == "stop":
+            raise
+        yield f"    note: {failed}\n      env.on_error is {on_error}: the run goes on without it"
     finally:
         environments.forget(0)
     for name, size in environments.shared_sizes().items():

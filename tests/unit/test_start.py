@@ -283,6 +283,8 @@ def test_an_environment_makes_a_step(tmp_path: Path) -> None:
     config_of(tmp_path, [{"question": "?", "answer": "no"}], TALK)
     with pytest.raises(EnvironmentFailed, match=r"step failed on rows.jsonl:1 \(error\)"):
         checked(config)
+    lenient = changed({"env.on_error": "drop"}, config)
+    assert re.search(r"note: .*step failed on rows.jsonl:1 \(error\)", checked(lenient))
 
 
 # ---- the closing line
