@@ -26,13 +26,21 @@ if [ -n "${note:-}" ]; then echo "$note; taking $python" >&2; fi
 
 for word in "$@"; do
   case $word in
-    -h | --help | --dry-run | --check) exec "$python" "$root/train.py" "$@" ;; # these need no ranks
+    -h | --help | --models | --dry-run | --check | --plan-for | --plan-for=*) # these need no ranks
+      exec "$python" "$root/train.py" "$@"
+      ;;
   esac
 done
 
 case ${NPROC:-1} in
   *[!0-9]* | 0*)
     echo "r3: NPROC=$NPROC must be the number of ranks, at least 1" >&2
+    exit 2
+    ;;
+esac
+case ${MAX_RESTARTS:-0} in
+  *[!0-9]*)
+    echo "r3: MAX_RESTARTS=$MAX_RESTARTS must be a number, 0 or more" >&2
     exit 2
     ;;
 esac

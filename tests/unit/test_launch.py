@@ -38,10 +38,12 @@ def programs(folder: Path, texts: dict[str, str]) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def local(folder: Path, texts: dict[str, str], **variables: str) -> CompletedProcess[str]:
+def local(
+    folder: Path, texts: dict[str, str], *words: str, **variables: str
+) -> CompletedProcess[str]:
     """Run launch/local.sh with these programs; `r3` stands for Python."""
     own = {"PATH": programs(folder, texts), "PYTHON": str(folder / "r3")}
-    return program(ROOT / "launch/local.sh", "tiny", env=own | variables)
+    return program(ROOT / "launch/local.sh", "tiny", *words, env=own | variables)
 
 
 def submit(
@@ -107,6 +109,19 @@ def test_a_number_of_ranks_that_is_none_is_said(ranks: str, tmp_path: Path) -> N
     done = local(tmp_path, {"r3": ""}, NPROC=ranks)
     told = f"r3: NPROC={ranks} must be the number of ranks, at least 1\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("count", ["two", "-1"])
+def test_a_number_of_restarts_that_is_none_is_said(count: str, tmp_path: Path) -> None:
+    done = local(tmp_path, {"r3": ""}, MAX_RESTARTS=count)
+    told = f"r3: MAX_RESTARTS={count} must be a number, 0 or more\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("words", ["--plan-for 8x80", "--plan-for=8x80", "--models", "--check"])
+def test_what_needs_no_ranks_starts_none(words: str, tmp_path: Path) -> None:
+    done = local(tmp_path, {"r3": '[ "$1" = -c ] || echo "$*"'}, *words.split())
+    assert done.stdout == f"{ROOT}/train.py tiny {words}\n"
 
 
 def test_the_folder_of_a_yaml_file_counts_before_that_of_the_job(
