@@ -90,7 +90,7 @@ class LoraConfig:
     """Matrices with adapters, of those that the model has: projections of attention, experts,
     shared experts, MLPs of dense layers, routers, output layer."""
     expert_rank: int = setting(
-        0, ge=0, fix="0 takes lora.rank", needs="lora.rank lora.targets=experts"
+        0, ge=0, fix="0 takes lora.rank", needs="lora.rank lora.targets=experts moe"
     )
     """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
     gives a token as many adapted dimensions as elsewhere."""

@@ -265,6 +265,13 @@ def test_settings_of_replay_mean_nothing_to_a_dense_model() -> None:
     assert sorted(text.split()[0] for text in ends) == sorted(given) and len(found) == 3
 
 
+def test_a_rank_of_experts_means_nothing_to_a_dense_model() -> None:
+    given = {"lora.rank": 8, "lora.expert_rank": 2}
+    config = changed(given, PRESETS["qwen3-0.6b"]())
+    (warning,) = checks.examine(config, 1, DENSE, named=given).warnings
+    assert warning == "lora.expert_rank = 2 has no effect: the model is dense"
+
+
 # Bounds of a ratio that moves, one update, KL taken from rewards that are not divided, no groups,
 # adapters, functions and metrics that there are, one turn, learned rows, what is evaluated.
 WITH_EFFECT: list[dict[str, Any]] = [
