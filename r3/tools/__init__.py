@@ -16,7 +16,7 @@ __getattr__ = names_of(
     health="Facts findings measure",
     proof="prove_sync prove_weights sample_single_turn turned",
     **{
-        "beside.header": "frozen_lines",
+        "beside.header": "adapter_text frozen_lines",
         "beside.lines": "fitted",
         "beside.step_notes": "StepNotes constant_layers limit_notes",
         "mismatch.shadow": "part_of shadow",

@@ -1,10 +1,10 @@
 """Which tensors `train.freeze` keeps as they are; wrong_settings.txt has what it refuses."""
 
 from r3.assets import TINY_MOE
-from r3.config import Config, TrainConfig, fixed_changes
+from r3.config import Config, TrainConfig, fixed_changes, with_values
 from r3.lora import frozen_tensors
 from r3.models.shape import ModelShape
-from r3.tools import frozen_lines
+from r3.tools import adapter_text, frozen_lines
 
 SHAPE = ModelShape.read(TINY_MOE)
 
@@ -34,3 +34,10 @@ def test_the_header_counts_what_is_frozen() -> None:
 def test_a_resumed_run_freezes_the_same() -> None:
     frozen = Config(train=TrainConfig(freeze=("*.mlp.gate.weight",)))
     assert list(fixed_changes(Config(), frozen)) == ["train.freeze"]
+
+
+def test_the_header_names_the_targets_that_the_model_has() -> None:
+    config = with_values(Config(), {"lora.rank": 8})
+    assert adapter_text(config, SHAPE).endswith(" on 112 matrices: attention experts")
+    frozen = with_values(config, {"train.freeze": ("*.experts.*",)})
+    assert adapter_text(frozen, SHAPE).endswith(" on 16 matrices: attention")

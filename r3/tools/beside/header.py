@@ -36,7 +36,9 @@ def adapter_text(config: Config, shape: ModelShape) -> str:
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     share = f"{values:,} parameters ({values / shape.num_params:.2%})"
     base = f"; base in {config.model.base}" if config.quantises_base else ""
-    return f"{share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}{base}"
+    of_target = extras.adapter_plan().matrices(shape)
+    there = dict.fromkeys(map(of_target.__getitem__, ranks))
+    return f"{share} on {len(ranks)} matrices: {' '.join(there)}{base}"
 
 
 def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[str]:
