@@ -243,6 +243,11 @@ def test_an_episode_of_two_sequences_counts_as_in_the_metrics(
     ]
     dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert mean in shown(capsys, run)
+    (dump,) = [
+        each for each in one_run(run)["dumps"] if (each["kind"], each["step"]) == ("train", 3)
+    ]
+    assert f"{dump['mean']:.3f}" == mean[-5:]
+    assert sum("uncounted" in sample for sample in dump["samples"]) == (0 if by_call else 3)
 
 
 def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) -> None:

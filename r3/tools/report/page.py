@@ -29,7 +29,7 @@ from r3.tools.view.runs import (
     read_run,
     read_samples,
 )
-from r3.tools.view.samples import Sample
+from r3.tools.view.samples import Sample, counted
 
 ASSETS = ("report.css", "page.js", "charts.js", "rollouts.js")
 
@@ -112,9 +112,12 @@ def dump_data(
 ) -> dict[str, Any]:
     """One dump of the browser: its samples, with facts per token up to the limit."""
     shown = shown_samples(samples, limits.samples)
+    rewards = {sample.row: sample.reward for sample in counted(samples)}
     rows, tokens = [], 0
     for sample in shown:
         row = sample_row(sample)
+        if sample.row not in rewards:
+            row["uncounted"] = True  # a further sequence of an episode that has one reward
         if arrays is not None:
             facts = token_facts(arrays, sample.row)
             tokens += len(facts["ids"])
@@ -126,7 +129,7 @@ def dump_data(
         "name": name,
         "step": step,
         "total": len(samples),
-        "mean": sum(sample.reward for sample in samples) / len(samples),
+        "mean": sum(rewards.values()) / len(rewards),
         "samples": rows,
         "has_differences": arrays is not None and arrays.policy_logprobs is not None,
         "has_disagreement": arrays is not None and arrays.live_routes is not None,

@@ -113,8 +113,8 @@ function drawFilters() {
 function drawRows() {
   const samples = visible();
   const count = make("span", "", {}, `${samples.length} samples`);
-  const rewards = samples.map((sample) => sample.reward);
-  if (samples.length) count.append(`, mean reward ${short(mean(rewards))}`);
+  const rewards = samples.filter((sample) => !sample.uncounted).map((sample) => sample.reward);
+  if (rewards.length) count.append(`, mean reward ${short(mean(rewards))}`);
   const all = make("button", "plain", { type: "button", id: "all-prompts" }, `only prompt ${state.group} ×`);
   all.onclick = () => { state.group = null; refresh(); };
   byId("count").replaceChildren(count, ...(state.group === null ? [] : ["  ", all]));
