@@ -194,7 +194,13 @@ def parse(argv: Sequence[str] | None) -> Order:
             problems.append(Problem("--engine", args.engine or "true", rule, "leave it out"))
     weights = _weights(run_dir, config, args.step, rollouts, args.weights, problems)
     if weights:
-        config = with_values(config, weights.settings)
+        rule, of_weights = f"is not that of the weights in {weights.text}", weights.settings
+        problems += [
+            Problem(name, value, rule, "leave it out")
+            for name, value in values.items()
+            if value != weights.text and of_weights.get(name, value) != value
+        ]
+        config = with_values(config, of_weights)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     read = (*matters, "lora.")
     problems += [p for p in validate.problems(config, world_size) if p.place.startswith(read)]

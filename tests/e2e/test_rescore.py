@@ -221,8 +221,12 @@ def test_adapters_are_merged_into_the_weights_once(
     write_dump(tmp_path, version + 1, sampled, lora=lora, model={"base": "int8"})
     if kept:
         shutil.copytree(TINY_MOE, tmp_path / kept / f"step_{version:06d}")
-    found = flatten(parse([str(tmp_path), "--step", str(version + 1)]).config)
+    words = [str(tmp_path), "--step", str(version + 1)]
+    found = flatten(parse(words).config)
     assert {name: found[name] for name in settings} == settings
+    if kept == "hf":  # a value that the export takes the place of is not ignored
+        with pytest.raises(ConfigError, match=r"fp8.*is not that of the weights in .*step_000002"):
+            parse([*words, "--model.base", "fp8"])
 
 
 def test_the_adapter_that_a_run_began_with_must_be_there(tmp_path: Path) -> None:
@@ -233,6 +237,8 @@ def test_the_adapter_that_a_run_began_with_must_be_there(tmp_path: Path) -> None
     write_dump(tmp_path, 1, sampled, lora={"rank": 4}, model={"base": "int8"})
     config = parse([str(tmp_path), "--step", "1"]).config
     assert (config.lora.rank, config.model.base) == (4, "int8")
+    other = f"{TINY_MOE.parent}/./{TINY_MOE.name}"  # what sampled it, by another path
+    assert parse([str(tmp_path), "--step", "1", "--model.path", other]).config == config
 
 
 def write_dump(folder: Path, step: int, dumped: Rollout, **sections: dict[str, Any]) -> None:
