@@ -104,13 +104,16 @@ def parse(argv: Sequence[str]) -> Invocation:
             args.own, problems, plans=dry_run or check
         )
     if base is None:
+        _warn(args.warnings)
         _leave(2, str(ConfigError(problems)))
+    given = [*base.notes, *args.warnings]  # about words, whatever comes of them
     if "plan_for" in args.own:
         named, shape = {*args.flags, *base.values}, _known_shape(config)
         needed = functools.partial(_needs, base)
         answer = extras.planner().answer(
             args.own["plan_for"], config, shape, named, problems, needed
         )
+        _warn(given)
         _leave(answer[0], f"{base.name}: {answer[1]}" if answer[0] < 2 else answer[1])
 
     fetched = () if dry_run else _LOADED_BY_CHECK if check else MODELS
@@ -136,9 +139,10 @@ def parse(argv: Sequence[str]) -> Invocation:
         problems += [] if dry_run else unfit
     needs = _needs(base, problems) if dry_run else []
     if len(problems) > len(needs):
+        _warn(given)
         _leave(2, str(ConfigError(problems)))
     differences = base.describe(config)
-    warnings = [*base.notes, *args.warnings, *report.warnings]
+    warnings = [*given, *report.warnings]
     if dry_run:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
@@ -147,8 +151,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         notes = [*(f"warning: {warning}" for warning in warnings), note]
         _leave(0, extras.dry_run().around(text, base.name, world_size, notes, needs))
     # The run that follows a launcher's check prints the warnings, all but those about --device-gib.
-    for warning in doubts if is_launched else [*warnings, *doubts]:
-        _say(f"warning: {warning}", error=True)
+    _warn(doubts if is_launched else [*warnings, *doubts])
     if note and not is_launched:
         _say(note)
     invocation = invocation_of(base, config, differences, world_size, check=check)
@@ -338,6 +341,11 @@ def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
             and (problem.place != "model.path" or problem.value in KNOWN_SHAPES)
         )
     ]
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        _say(f"warning: {warning}", error=True)
 
 
 def _say(text: str, *, error: bool = False) -> None:

@@ -103,6 +103,14 @@ def test_a_flag_given_twice_is_a_warning_and_the_last_value_counts(capsys: Capsy
     assert "train.lr = 'fast': must be a number" in message
 
 
+@pytest.mark.parametrize("words", ["--plan-for 1x80", "--train.steps 0 --check", "--from absent"])
+def test_what_ends_otherwise_says_a_doubled_flag_too(words: str, capsys: Capsys) -> None:
+    base = () if "--from" in words else ("tiny", *ONE)
+    with pytest.raises(SystemExit):
+        cli.parse([*base, "--train.lr", "1e-4", "--train.lr", "1e-5", *words.split()])
+    assert "warning: --train.lr is given 2 times" in capsys.readouterr().err
+
+
 def test_flags_may_stand_before_the_preset_and_have_dashes() -> None:
     argv = ["--train.lr", "1e-3", "--parallel.ep=1", "--check", "tiny", "--eval.max-prompts", "8"]
     invocation = cli.parse([*argv, "--rollout.group-size", "4"])
