@@ -298,7 +298,7 @@ RESPONSES: list[tuple[dict[str, Any], str | None]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"max_output_tokens": "9"}, "max_output_tokens"),
-    ({"max_output_tokens": -1}, None),
+    ({"max_output_tokens": -1}, "max_output_tokens"),
     ({"truncation": "auto"}, "truncation"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice"),
     ({"tools": ["a"]}, "tools"),

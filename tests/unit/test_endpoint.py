@@ -448,7 +448,8 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, None, "messages"),
     ({"max_tokens": "many"}, 400, None, "max_tokens"),
-    ({"max_tokens": 0}, 400, None, None),
+    ({"max_completion_tokens": 0}, 400, None, "max_completion_tokens"),
+    ({"max_tokens": 0}, 400, None, "max_tokens"),
     ({"stop": [1]}, 400, None, "stop"),
     ({"max_tokens": True}, 400, None, "max_tokens"),
     # The others that the engine would not take are in test_sampled_text.py.

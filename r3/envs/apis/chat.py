@@ -11,6 +11,7 @@ from r3.envs.apis.common import (
     ApiError,
     Request,
     check_body,
+    most_tokens,
     objects,
     sampled_request,
     typed,
@@ -58,7 +59,7 @@ def chat_request(body: Mapping[str, Any], memory: Memory) -> Request:
     choice = chosen(body)
     tools = objects(typed(body, "tools", list) or [], "tools")
     request = sampled_request(body, logprobs=bool(typed(body, "logprobs", bool)))
-    most = typed(body, "max_completion_tokens", int)
+    most = most_tokens(body, "max_completion_tokens")
     request.arguments.update(
         messages=conversation(messages, memory, "messages"),
         tools=tools if choice == "auto" else [],

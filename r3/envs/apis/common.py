@@ -114,6 +114,18 @@ def typed(body: Mapping[str, Any], name: str, kind: type) -> Any:
     raise ApiError(400, f"{name} must be of type {kind.__name__}, and is {value!r}", param=name)
 
 
+def most_tokens(body: Mapping[str, Any], name: str) -> int | None:
+    """The value of a field that limits a reply; None if it is null or not there.
+
+    Raises:
+        ApiError: it is no integer of at least 1.
+    """
+    most: int | None = typed(body, name, int)
+    if most is not None and most < 1:
+        raise ApiError(400, f"{name} must be at least 1, and is {most}", param=name)
+    return most
+
+
 def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     """A list of JSON objects.
 
@@ -192,7 +204,7 @@ def sampled_request(
         arguments={
             "train": train,
             "stop": ends,
-            "max_tokens": typed(body, max_tokens, int),
+            "max_tokens": most_tokens(body, max_tokens),
             **({} if train else sampling),
         },
         unused=(*(sampling if train else ()), *dict.fromkeys(unused)),
