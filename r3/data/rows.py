@@ -285,7 +285,11 @@ def _accepted(row: Mapping[str, Any], columns: Columns, faults: _Faults) -> tupl
         faults.append((columns.answer, rule, "give one"))
         return ()
     if rule := _ungraded(texts, {reward: f"the reward {reward}" for reward in columns.graded_by}):
-        faults.append((columns.answer, rule, "correct the row, or use another --reward.function"))
+        fix = "correct the row"
+        if not columns.answer:
+            rule = f"has no answer: {columns.section}.answer_key {rule}"
+            fix = f"name the column of answers with --{columns.section}.answer_key"
+        faults.append((columns.answer or "row", rule, f"{fix}, or use another --reward.function"))
     return texts
 
 

@@ -38,6 +38,7 @@ READ = {"plain": PLAIN, "nested": Columns(prompt="ask.text"), "continued": CONTI
 READ |= {"numbers": Columns(graded_by=("gsm8k",)), "learned": Columns(supervised=True)}
 READ |= {"system": Columns(system_prompt="Be brief."), "tools": Columns(tools="tools")}
 READ |= {"sft": Columns(answer="", supervised=True)}
+READ |= {"unanswered": Columns(answer="", graded_by=("exact",))}
 NO_TEXT: list[tuple[str, str | bytes, str, str]] = [
     ("plain", b'{"question": "\xff", "answer": "b"}', "row", "is not UTF-8 at byte 14"),
     ("plain", '{"question": ' + "[" * 100_000 + "}", "row", "nested too deeply"),
