@@ -94,8 +94,9 @@ def adapted_tensors(
         if target in lora.targets and name not in frozen
     }
     if not adapted:
-        rule = "leave nothing to train beside train.freeze" if lora.targets else "is empty"
-        raise ValueError(rule, "add a target, such as attention")
+        if lora.targets:
+            raise ValueError("leave nothing to train beside train.freeze", "freeze less")
+        raise ValueError("is empty", "add a target, such as attention")
     return adapted
 
 
