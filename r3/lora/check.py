@@ -6,7 +6,7 @@ from pathlib import Path
 
 from r3.config import Config
 from r3.config.rules import Findings
-from r3.lora.plan import adapter_fault, other_base, ranks_of, untrained_chunk
+from r3.lora.plan import adapted_tensors, adapter_fault, other_base, ranks_of, untrained_chunk
 from r3.models.shape import ModelShape
 
 
@@ -14,7 +14,7 @@ def check_lora(config: Config, errors: Findings, shape: ModelShape | None) -> li
     """`lora` finds matrices of the model, in every chunk of the pipeline, and its layout works.
 
     Returns:
-        A warning if `lora.start` names another base.
+        Warnings: `lora.start` names another base, or `train.freeze` names no matrix of an adapter.
     """
     lora, parallel = config.lora, config.parallel
     if shape is None or not errors.sound("lora.rank", "train.freeze", "parallel.pp_layers"):
@@ -47,9 +47,15 @@ def check_lora(config: Config, errors: Findings, shape: ModelShape | None) -> li
         if number is not None:
             rule = f"give chunk {number} of the pipeline nothing to train"
             errors.add("lora.targets", rule, "add attention, or use fewer stages")
+    notes, freeze = list[str](), config.train.freeze
+    if freeze and adapted == adapted_tensors(shape, lora):
+        notes.append(
+            f"train.freeze = {freeze!r} has no effect: with lora.rank, only matrices of "
+            "lora.targets are trained, and it names none of them"
+        )
     if lora.start and errors.sound("lora.start") and (base := other_base(lora.start, shape.source)):
-        return [
+        notes.append(
             f"lora.start = {lora.start!r} was trained on {base!r}, and model.path is "
             f"{config.model.path!r}. On other weights, the adapter is another model"
-        ]
-    return []
+        )
+    return notes

@@ -88,6 +88,14 @@ def test_what_adapters_cannot_do_is_a_config_error(settings: str, field: str, ru
     assert rule in found({"lora.rank": "8"} | json.loads(settings))[field]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "count"), [("model.embed_tokens.weight", 1), ("*.[qkv]_proj.weight", 0)]
+)
+def test_what_adapters_freeze_anyway_is_said_to_have_no_effect(pattern: str, count: int) -> None:
+    said = warnings(changed({"lora.rank": 8, "train.freeze": [pattern]}), 2)
+    assert len(said) == count and all(each.startswith("train.freeze = ") for each in said)
+
+
 def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
     shape = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
     config = PRESETS["qwen3-30b-a3b-lora"]()
