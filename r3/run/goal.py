@@ -22,20 +22,24 @@ class Goal:
         metric: such as eval/heldout/accuracy; empty compares nothing.
         sign: 1 if higher is better, -1 if lower is.
         patience: `train.patience`; 0 is without end.
+        steps: `train.steps`, after which nothing ends early; 0 if they are not known.
     """
 
     metric: str
     sign: int = 1
     patience: int = 0
+    steps: int = 0
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Goal:
         """The goal of settings by their full names, as values or as texts."""
-        patience = str(settings.get("train.patience", ""))
+        texts = [str(settings.get(f"train.{name}", "")) for name in ("patience", "steps")]
+        patience, steps = (int(text) if text.isdecimal() else 0 for text in texts)
         return Goal(
             metric=str(settings.get("checkpoint.keep_best", "")),
             sign=-1 if settings.get("checkpoint.best_is") == "lowest" else 1,
-            patience=int(patience) if patience.isdecimal() else 0,
+            patience=patience,
+            steps=steps,
         )
 
     def values(self, rows: Iterable[Mapping[str, float]]) -> dict[int, float]:
@@ -53,7 +57,7 @@ class Goal:
     def end(self, values: Mapping[int, float]) -> str:
         """Why a run with these evaluations ends after the last of them; "" if it goes on."""
         best = best_step(values)
-        if best is None or not self.patience:
+        if best is None or not self.patience or max(values) == self.steps:
             return ""
         since = sum(step > best for step in values)
         if since < self.patience:

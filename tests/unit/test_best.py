@@ -67,6 +67,10 @@ def test_the_end_says_what_was_best_and_for_how_long() -> None:
         "stopped after step 6: eval/heldout/accuracy was best after step 2 (0.25) and not better "
         "in 2 evaluations since (train.patience 2)"
     )
+    settings = {"checkpoint.keep_best": METRIC, "train.patience": 2, "train.steps": 6}
+    found = Goal.of(settings).values(rows(0.5, 0.6, 0.3, 0.3))
+    assert max(found) == 6 and not Goal.of(settings).end(found), "its last step, not an early end"
+    assert Goal.of(settings | {"train.steps": "7"}).end(found)
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
