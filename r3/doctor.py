@@ -107,6 +107,8 @@ def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckRe
         except (AssertionError, RuntimeError, ValueError) as error:
             said = str(error).removeprefix(f"rank {run.mesh.world.rank}: ")
             text, passed = f"{type(error).__name__}: {said}", False
+            if run.mesh.world.size > 1:  # the others may wait for this rank, up to the time limit
+                say(f"rank {run.mesh.world.rank} fails {check.name}: {text}", error=True)
         answers = run.mesh.world.all_gather_object((passed, text))
         failures = [f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well]
         if failures:
@@ -273,10 +275,8 @@ def check_engine_rows(context: DoctorContext) -> str:
     if problems:
         raise CheckFailed("; ".join(problems[:3]))
     if not run.engine.capture:
-        return (
-            f"{len(context.rollouts)} rollouts; routes are not captured (replay.mode "
-            f"{config.replay.mode})"
-        )
+        why = f"replay.mode is {config.replay.mode}" if shape.moe_layers else "the model is dense"
+        return f"{len(context.rollouts)} rollouts; routes are not captured: {why}"
     rows = sum(len(rollout.routed_experts) for rollout in context.rollouts)
     return (
         f"{len(context.rollouts)} rollouts, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE "

@@ -124,6 +124,8 @@ def prepare(invocation: Invocation) -> Prepared | None:
                 if opened.checkpoint
                 else f"{task.shape.source}: {run_dir.path} has no checkpoint"
             )
+            if config.lora.start and not opened.checkpoint:
+                what = f"{config.lora.start} over {what}"
             opened = replace(opened, notes=(f"evaluating {what}; no training", *opened.notes[1:]))
         undo.pop_all()  # `begin` closes them
     ends = task.conversation_setup.renderer.ends
