@@ -35,8 +35,8 @@ from r3.config import (
     from_yaml,
     load_yaml,
     overriding,
+    read_values,
     shown,
-    values_of,
     with_values,
 )
 from r3.configs import PRESETS
@@ -62,6 +62,7 @@ class Base:
         log_dir: folder of the run unless a setting names one.
         notes: what a YAML file says in a way that is seldom meant.
         places: file and line of what a YAML file sets.
+        problems: of a YAML file; these settings keep the value that they had below it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Base:
     log_dir: str
     notes: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
 
     @property
     def config(self) -> Config:
@@ -187,7 +189,9 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         word = filled_in(word)
     except ValueError as error:
         problems.append(Problem("base", word, f"{path}: {error}", "give the path itself"))
-    values: dict[str, Any] = {}
+    found: list[Problem] = []
+    values = read_values(tree, found, notes)
+    problems += [replace(problem, origin=places.get(problem.place, "")) for problem in found]
     root = Base(name="", root="", root_config=Config(), log_dir="")
     try:
         if Path(word).suffix in (".yaml", ".yml"):
@@ -195,13 +199,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         elif word:
             root = find_base(str(_beside(path, word)) if ".py:" in word else word)
     except ConfigError as error:
-        problems += error.problems
-    try:
-        values = values_of(tree, notes)
-    except ConfigError as error:
-        problems += [replace(each, origin=places.get(each.place, "")) for each in error.problems]
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*error.problems, *problems]) from None
     # runs/a/overrides.yaml and runs/b/overrides.yaml start two different runs.
     is_of_run = path.stem in ("overrides", "config")
     name = f"{path.resolve().parent.name}-{path.stem}" if is_of_run else path.stem
@@ -213,6 +211,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         log_dir=f"runs/{name}",
         notes=(*root.notes, *notes),
         places={**root.places, **places},
+        problems=(*root.problems, *problems),
     )
 
 

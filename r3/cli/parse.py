@@ -301,7 +301,9 @@ def _base(args: Arguments, problems: list[Problem]) -> Base | None:
             Problem("PRESET", word, "is neither a flag nor a flag's value", "leave it out")
             for word in more
         ]
-        return find_base(first)
+        base = find_base(first)
+        problems += base.problems
+        return base
     except ConfigError as error:
         problems += error.problems
         return None

@@ -131,8 +131,7 @@ def from_python(
     """
     forget_files()  # they may have been edited since an earlier call
     base = find_base(start) if isinstance(start, str) else _base_of_config(start)
-    problems: list[Problem] = []
-    notes = list(base.notes)
+    problems, notes = list(base.problems), list(base.notes)
     values = read_values(settings, problems, notes)
     config = laid_over(base, values)
     report = examined(config, base, values, world_size, problems, fetched=MODELS, loads=True)

@@ -179,13 +179,15 @@ def test_notes_about_a_yaml_file_and_flags_are_printed(
 def test_what_is_wrong_in_a_yaml_file_has_its_line(capsys: Capsys) -> None:
     Path("sub").mkdir()
     Path("sub/below.yaml").write_text(
-        "base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n"
+        "base: tiny\nparallel: {ep: 1}\ntrain:\n  lr: -1\n  seed: -2\n  bf16: 1\n"
     )
-    Path("sub/mine.yaml").write_text("base: below.yaml\nalgo.clip_low: 3\n")
+    Path("sub/mine.yaml").write_text("base: below.yaml\nalgo.clip_low: 3\nlog.tensorboard: 1\n")
     message = refusal(capsys, "sub/mine.yaml", "--train.seed", "-3")
     assert "train.lr = -1.0 (set by sub/below.yaml:4): must be above 0" in message
     assert "algo.clip_low = 3.0 (set by sub/mine.yaml:2): must be" in message
     assert "train.seed = -3: must be" in message, "of a flag"
+    assert "train.bf16 = 1 (set by sub/below.yaml:6): there is no" in message, "beside the others"
+    assert "log.tensorboard = 1 (set by sub/mine.yaml:3): must be True or False" in message
 
 
 ENVIRONMENT = """
