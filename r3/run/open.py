@@ -143,7 +143,7 @@ def newest_whole(
 ) -> Opened:
     """The same, from the newest checkpoint that is as it was written. All ranks must call.
 
-    A damaged checkpoint is moved aside and metrics after the older one are dropped, to be made
+    Damaged checkpoints are moved aside and metrics after the older one are dropped, to be made
     again.
 
     Args:
@@ -155,13 +155,15 @@ def newest_whole(
     """
     if opened.checkpoint is None:
         return opened
-    notes: list[str] = []
+    notes, damaged = list[str](), list[Path]()
     for step, folder in reversed(step_folders(run_dir.checkpoints)):
         damage = damage_of(folder, step, world, state=opened.state)
-        if not damage and not notes:
+        if not damage and not damaged:
             return opened
         if not damage:
             if writes and world.rank == 0:
+                for other in damaged:
+                    replace_folder(other, other.with_name(f"damaged_{other.name}"))
                 notes += drop_after(run_dir, step)
             notes.append(resume_note(folder, step))
             if not config.trains:
@@ -174,11 +176,9 @@ def newest_whole(
                 "checkpoint.on_damage to fall_back"
             )
         notes.append(f"{text}; falling back to an older checkpoint")
-        if writes and world.rank == 0:
-            replace_folder(folder, folder.with_name(f"damaged_{folder.name}"))
-    raise ResumeError(
-        "\n".join([*notes, f"no checkpoint of the run is whole. Fix: give {ANOTHER_FOLDER}"])
-    )
+        damaged.append(folder)  # keeps its name without a whole one: a restart would begin anew
+    notes.append(f"no checkpoint of the run is whole. Fix: restore one, or give {ANOTHER_FOLDER}")
+    raise ResumeError("\n".join(notes))
 
 
 def require_whole(checkpoint: Path, step: int, world: Axis) -> None:

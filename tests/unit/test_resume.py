@@ -280,6 +280,16 @@ def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path)
     assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
 
 
+def test_a_restart_after_all_checkpoints_are_damaged_begins_no_new_run(tmp_path: Path) -> None:
+    """As the launcher's: without their names, there would be nothing to resume from."""
+    run_dir = RunDir(tmp_path)
+    for step in (1, 2):
+        (saved(run_dir, step) / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(ResumeError, match="no checkpoint of the run is whole"):
+            newest_whole(started(run_dir), run_dir, tiny_config(), ALONE, writes=True)
+
+
 def test_run_json_is_written_again_and_was_never_needed(tmp_path: Path) -> None:
     """Removed in mid-run, and before a start: all checkpoints stay those of the run."""
     run_dir, file = RunDir(tmp_path), tmp_path / "run.json"
