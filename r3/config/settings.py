@@ -87,6 +87,11 @@ class Config:
         return self.uses_engine or self.train.optimizer == "streamed"
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether a step may take several rounds of conversations."""
+        return bool(self.rollout.step_token_budget or self.algo.dynamic_sampling)
+
+    @property
     def in_float32(self) -> bool:
         """Whether policy and engine compute in float32 throughout."""
         return self.model.dtype == self.engine.dtype == "float32"

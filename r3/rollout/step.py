@@ -34,8 +34,7 @@ of everything that was sampled."""
 
 def rollout_source(engine: Engine, task: Task, config: Config, mesh: Mesh) -> RolloutSource:
     """Return what gives each step its samples."""
-    has_rounds = config.rollout.step_token_budget or config.algo.dynamic_sampling
-    kind = extras.source_of_rounds(config) if has_rounds else RolloutSource
+    kind = extras.source_of_rounds(config) if config.has_rounds else RolloutSource
     if config.data.is_followed:
         kind = extras.mixture().followed(kind)
     return kind(engine, task, config, mesh)

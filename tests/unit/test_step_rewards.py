@@ -16,6 +16,7 @@ from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.rollout import (
     DroppedError,
+    RoundResult,
     gather_rewards,
     groups_with_loss,
     groups_with_signal,
@@ -193,6 +194,17 @@ def test_a_step_without_signal_is_said_at_first_and_every_tenth(capsys: Capsys) 
     for algo in ({"advantage": "reinforce_pp"}, {"teacher": ("folder",)}):
         notes(with_algo(**algo)).signal(1, flat)
     assert not capsys.readouterr().err
+
+
+def test_dropped_samples_are_counted_over_the_rounds_of_a_step(capsys: Capsys) -> None:
+    config = with_algo(dynamic_sampling=1)
+    of_run = notes(replace(config, env=replace(config.env, on_error="drop")))
+    for step, dropped in ((1, "ab"), (1, "c"), (1, "def"), (2, "ghi"), (2, "")):
+        first = of_run.dropped(step, RoundResult(dropped=tuple(dropped)))
+        assert first == {1: "a", 2: "g"}[step]
+    # Said when there are more than twice as many as were said before.
+    said = [f"step 1: {count} samples were dropped so far. The first: a" for count in (2, 6)]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_routers_that_send_all_tokens_the_same_way_are_said_once(capsys: Capsys) -> None:

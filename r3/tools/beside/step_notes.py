@@ -35,6 +35,7 @@ class StepNotes:
         self._flat_steps, self._said_flat = 0, False
         self._said_limits: set[str] = set()
         self._said_constant = False
+        self._dropped: dict[int, list[str]] = {}  # why, of the rounds of the last step
         self._most_dropped = 0  # samples of one step
 
     def signal(self, step: int, rewards: Sequence[Reward]) -> None:
@@ -75,11 +76,14 @@ class StepNotes:
             return ""
         world = self._mesh.world
         dropped = [text for part in world.all_gather_object(collected.dropped) for text in part]
+        self._dropped = {step: [*self._dropped.get(step, ()), *dropped]}
+        dropped = self._dropped[step]
         if len(dropped) >= 2 * self._most_dropped + 1:
             self._most_dropped = len(dropped)
             if world.rank == 0:
-                text = f"step {step}: {len(dropped)} samples were dropped. The first: {dropped[0]}"
-                say(text, error=True)
+                count = f"{len(dropped)} samples were dropped"
+                count += " so far" * self._config.has_rounds
+                say(f"step {step}: {count}. The first: {dropped[0]}", error=True)
         return dropped[0] if dropped else ""
 
     def limits(self, step: int, collected: RoundResult) -> None:
