@@ -190,6 +190,9 @@ def test_a_step_without_signal_is_said_at_first_and_every_tenth(capsys: Capsys) 
     assert list(said) == [3, 15, 25] and said[3].startswith(first)
     assert "equal rewards, as in the 9 steps before: rewards taught" in said[15]
     assert "equal rewards, as in the 19 steps before: rewards taught" in said[25]
+    notes().signal(1, mixed[1:3])
+    lone = "step 1: all 2 groups have a single sample: rewards taught nothing. The others were "
+    assert capsys.readouterr().err.startswith(f"{lone}dropped")
     # Advantages that compare groups, and a teacher, which teaches all groups.
     for algo in ({"advantage": "reinforce_pp"}, {"teacher": ("folder",)}):
         notes(with_algo(**algo)).signal(1, flat)

@@ -56,11 +56,17 @@ class StepNotes:
         self._said_flat = True
         since = f", as in the {self._flat_steps - 1} steps before" if again else ""
         groups = len(groups_of(rewards))
-        say(
-            f"step {step}: all {groups} groups have equal rewards{since}: rewards taught nothing. "
+        what = "have equal rewards"
+        why = (
             "The questions are all solved or all out of reach, or the reward function gives one "
             "value. See reward/group_zero_std_frac, the samples (python -m r3.show), and "
-            "algo.dynamic_sampling",
+            "algo.dynamic_sampling"
+        )
+        if in_groups and len({reward.key[:2] for reward in rewards}) == groups:
+            what = "have a single sample"
+            why = "The others were dropped (env/dropped, reward/dropped, rollout/dropped_by_budget)"
+        say(
+            f"step {step}: all {groups} groups {what}{since}: rewards taught nothing. {why}",
             error=True,
         )
 
