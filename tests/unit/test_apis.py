@@ -158,6 +158,7 @@ def test_a_response_that_was_cut_is_incomplete() -> None:
     last = play(agent).value[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
     assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in last.response.output] == ["incomplete"]
     assert last.response.usage.output_tokens == 2
 
 

@@ -138,8 +138,9 @@ def responses_reply(
     """The reply to a request: one body, or the events of a stream."""
     reply, body = shown(message, memory, request), request.body
     number, completion = memory.num_replies, reply.completion
-    is_cut = reply.ending == "length"
+    status = "incomplete" if reply.ending == "length" else "completed"
     items = _items(reply, number)
+    items[-1]["status"] = status
     usage = {
         "input_tokens": completion.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -171,9 +172,8 @@ def responses_reply(
         "truncation": "disabled",
         "usage": None,
     }
-    status = "incomplete" if is_cut else "completed"
     whole = begun | {"status": status, "output": items, "usage": usage}
-    if is_cut:
+    if status == "incomplete":
         whole["incomplete_details"] = {"reason": "max_output_tokens"}
     if not request.stream:
         return [whole]
