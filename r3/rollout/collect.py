@@ -154,12 +154,16 @@ def is_cut(rollout: Rollout, setup: ConversationSetup) -> bool:
     )
 
 
-def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
-    """The note that none of `count` responses ended within a limit."""
+def without_end(
+    count: int, limit: str, setup: ConversationSetup, rollouts: Sequence[Rollout] = ()
+) -> str:
+    """The note that none of `count` responses, such as `rollouts`, ended within a limit."""
+    sampled = {token for each in rollouts for token in each.tokens_T[each.loss_mask_T > 0]}
+    fix = ", or correct eos_token_id in generation_config.json if the model ends otherwise"
     return (
         f"none of {count} responses ended within {limit}. A turn ends with "
         f"{' or '.join(setup.renderer.end_texts)}. See the samples (python -m r3.show): raise the "
-        "limit, or correct eos_token_id in generation_config.json if the model ends otherwise"
+        f"limit{'' if sampled & {*setup.renderer.ends} else fix}"  # earlier turns may have ended
     )
 
 

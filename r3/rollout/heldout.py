@@ -203,7 +203,7 @@ def evaluate(
     if merged and all(each for _, _, part in gathered for each in part):
         limit = f"{collector.max_response_tokens} tokens"
         setup = heldout.conversation_setup
-        note = f"{settings.name}: {without_end(len(merged), limit, setup)}"
+        note = f"{settings.name}: {without_end(len(merged), limit, setup, last)}"
     return Evaluation(metrics=metrics, rows=merged, note=note)
 
 

@@ -435,9 +435,13 @@ def test_empty_messages_end_with_the_turns(script: Script) -> None:
     assert rollout.finish_reason == "turns" and rollout.loss_mask_T.sum() == 5
 
 
-def test_the_note_about_responses_without_end_names_the_ends(tmp_path: Path) -> None:
+def test_the_note_about_responses_without_end_names_the_ends(
+    tmp_path: Path, script: Script
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
     setup = ConversationSetup.of(EnvConfig(), tokenizer, "tiny")
     note = without_end(64, "rollout.max_response_tokens 24", setup)
     assert note.startswith("none of 64 responses ended within rollout.max_response_tokens 24. ")
-    assert "A turn ends with <|im_end|> or <|endoftext|>." in note
+    assert "A turn ends with <|im_end|> or <|endoftext|>." in note and "eos_token_id" in note
+    turns = script.play("Endless", "none", max_turns=5).rollouts
+    assert without_end(1, "64 tokens", setup, turns).endswith(": raise the limit"), "turns ended"

@@ -381,7 +381,8 @@ def test_a_response_without_room_for_another_one_is_not_cut(play: Play, at_limit
 
     def told() -> str:
         limit = "rollout.max_response_tokens 90"
-        return "\n".join(limit_notes([is_cut(rollout, setup)], counts, said, limit, setup))
+        cut = [is_cut(rollout, setup)]
+        return "\n".join(limit_notes(cut, counts, said, limit, setup, collected.rollouts))
 
     first = told()
     assert "without a message: 1 left no token to sample (rollout.max_response_" in first

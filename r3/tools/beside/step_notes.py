@@ -110,7 +110,8 @@ class StepNotes:
         cut = [each for part, _ in everybody for each in part]
         counts = sum((part for _, part in everybody), Counter[str]())
         limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
-        notes = limit_notes(cut, counts, self._said_limits, limit, setup)
+        rollouts = collected.rollouts
+        notes = limit_notes(cut, counts, self._said_limits, limit, setup, rollouts)
         for note in notes if world.rank == 0 else ():
             say(f"step {step}: {note}", error=True)
 
@@ -138,7 +139,12 @@ class StepNotes:
 
 
 def limit_notes(
-    cut: Sequence[bool], refused: Counter[str], said: set[str], limit: str, setup: ConversationSetup
+    cut: Sequence[bool],
+    refused: Counter[str],
+    said: set[str],
+    limit: str,
+    setup: ConversationSetup,
+    rollouts: Sequence[Rollout],
 ) -> list[str]:
     """The notes that no response ended, and that calls of workflows gave no message.
 
@@ -146,6 +152,7 @@ def limit_notes(
         cut: by response.
         refused: such calls by cause.
         said: what was said before, which is not said again; it gets what is new.
+        rollouts: some of them.
     """
     causes = {
         "length": f"left no token to sample ({limit}, or the context; what comes between two "
@@ -163,7 +170,7 @@ def limit_notes(
             "python -m r3.show names them per sample"
         )
     if cut and all(cut) and "cut" not in said:
-        notes.append(without_end(len(cut), limit, setup))
+        notes.append(without_end(len(cut), limit, setup, rollouts))
         new.append("cut")
     said.update(new)
     return notes
