@@ -65,8 +65,9 @@ class Result:
             of the evaluation.
         export: Hugging Face folder with the final weights; None if `checkpoint.export` is false.
         first_evaluation: the row of the evaluation before step 1; empty without one.
-        best: the checkpoint with the best `checkpoint.keep_best`; None if there is none.
-        ended_early: why the run ended before `train.steps` (train.patience); empty if it did not.
+        best: of the checkpoints, that with the best `checkpoint.keep_best`; None if there is none.
+            The starting model may be better: `first_evaluation`.
+        ended_early: why the run ended before its last step (train.patience); empty if it did not.
     """
 
     folder: Path

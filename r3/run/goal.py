@@ -22,7 +22,7 @@ class Goal:
         metric: such as eval/heldout/accuracy; empty compares nothing.
         sign: 1 if higher is better, -1 if lower is.
         patience: `train.patience`; 0 is without end.
-        steps: `train.steps`, after which nothing ends early; 0 if they are not known.
+        steps: of the whole run, after which nothing ends early; 0 if they are not known.
     """
 
     metric: str
