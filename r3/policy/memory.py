@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -48,7 +48,7 @@ class TrainingMemory:
             if self._streamed:
                 extras.streamed().step_in_parts(
                     member,
-                    lambda i=i, member=member: self._moving(i, member),
+                    lambda member=(i, member): self._moving([member]),
                     stash=self._stash,
                     coming=self._coming,
                     going=self._going,
@@ -82,7 +82,7 @@ class TrainingMemory:
             if id(parameter) not in self._staying
         ]
         # Main parameters are offloaded first, and a streamed optimizer begins with the largest.
-        present = [(key, tensor.nbytes) for key, tensor in self._moving_tensors()]
+        present = [(key, tensor.nbytes) for _, key, tensor in self._moving()]
         self._stash.reserve(
             {
                 key: size
@@ -104,18 +104,12 @@ class TrainingMemory:
             for _, key, tensor in tensors_of(i, optimizer):
                 yield key, tensor
 
-    def _moving_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of `optimizer_tensors` that do not stay on the device."""
-        for i, optimizer in enumerate(chained(self._optimizer)):
-            for _, key, tensor in self._moving(i, optimizer):
-                yield key, tensor
-
     def _moving(
-        self, number: int, optimizer: Any
+        self, members: Iterable[tuple[int, Any]] | None = None
     ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        for parameter, key, tensor in tensors_of(number, optimizer):
-            if id(parameter) not in self._staying:
-                yield parameter, key, tensor
+        """Yield those of `tensors_of` that do not stay on the device; members: None: of all."""
+        for member in members or enumerate(chained(self._optimizer)):
+            yield from (one for one in tensors_of(*member) if id(one[0]) not in self._staying)
 
     def offload(self) -> None:
         """Free gradients, and offload the optimizer's tensors but for those that stay."""
@@ -124,7 +118,7 @@ class TrainingMemory:
         self._optimizer.zero_grad(set_to_none=True)
         for buffer in self.gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        for key, tensor in self._moving_tensors():
+        for _, key, tensor in self._moving():
             self._stash.put(key, tensor)
         self._device.synchronize()
         self._device.release_memory()
@@ -135,7 +129,7 @@ class TrainingMemory:
         On CUDA, side streams copy during the passes: the optimizer's step waits for them.
         """
         with self._coming.after_current():
-            for key, tensor in self._moving_tensors() if not self._streamed else ():
+            for _, key, tensor in self._moving() if not self._streamed else ():
                 self._stash.get(key, tensor)
         self._restore_gradients()
 
@@ -151,13 +145,13 @@ class TrainingMemory:
             return
         for buffer in self.gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        for key, tensor in self._moving_tensors():
+        for _, key, tensor in self._moving():
             self._stash.get(key, tensor)
         self._device.synchronize()
         try:
             yield
         finally:
-            for key, tensor in self._moving_tensors():
+            for _, key, tensor in self._moving():
                 self._stash.put(key, tensor)
             self._restore_gradients()
             self._device.synchronize()
