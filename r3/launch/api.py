@@ -120,7 +120,7 @@ def train(
 def from_python(
     start: Config | str, settings: Mapping[str, object], *, world_size: int
 ) -> Invocation:
-    """The run that a Python program asks for, checked like a command line; prints warnings.
+    """The run that a Python program asks for, checked like a command line; prints notes.
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
@@ -135,13 +135,13 @@ def from_python(
     problems, notes = list(base.problems), list(base.notes)
     values = read_values(settings, problems, notes)
     config = laid_over(base, values)
-    report = examined(config, base, values, world_size, problems, fetched=MODELS, loads=True)
+    examined(config, base, values, world_size, problems, fetched=MODELS, loads=True)
     config, note = extras.placed(config, problems, is_chosen=folder_is_chosen(base, values))
     if problems:
         raise ConfigError(problems)
     if note:
         say(note)
-    for warning in (*notes, *report.warnings):
+    for warning in notes:  # the ranks print the others
         say(f"warning: {warning}", error=True)
     return invocation_of(base, config, base.describe(config), world_size)
 

@@ -54,6 +54,7 @@ longer = train("my_presets.py:small", {**ALONE, "train.steps": 2, "log.show_ever
 assert [row["step"] for row in longer.metrics] == [1, 2]
 
 broken = {"reward.function": "broken.py:broken", "reward.on_error": "stop", "log.dir": "broken"}
+broken |= {"train.min_lr": 1e-7}  # without effect
 for settings in ({**ALONE, "rollout.group_size": 4}, broken):
     try:
         train("my_presets.py:small", settings)
@@ -124,6 +125,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
     (tmp_path / "broken.py").write_text(f"{broken}    return 1 / (len(calls) < 2)\n")
     said = said_by(tmp_path, "mine.py")
     assert "RAISED ConfigError config: 1 problem" in said and "rollout.group_size = 4" in said
+    assert said.count("warning: train.min_lr = 1e-07 has no effect") == 1, "by the ranks"
     assert "RAISED RunError" in said.partition("RAISED ConfigError")[2]
     assert "ZeroDivisionError" in said.rpartition("RAISED RunError")[2]
     # One sample, of the first run alone: it was asked for there, and the broken one has none.
