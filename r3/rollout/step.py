@@ -127,7 +127,7 @@ class RolloutSource:
         metrics = (
             *(part.metrics for part in rounds),
             rollout_metrics(sampled),
-            *map(reward_metrics, reported),
+            *(reward_metrics(each, self._config) for each in reported),
             self._notes.routes(step, [sample.rollout for sample in sampled]),
             *more,
         )

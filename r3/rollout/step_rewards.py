@@ -122,18 +122,20 @@ def groups_with_signal(rewards: Sequence[Reward]) -> list[int]:
     )
 
 
-def reward_metrics(rewards: Sequence[Reward]) -> dict[str, Any]:
+def reward_metrics(rewards: Sequence[Reward], config: Config) -> dict[str, Any]:
     """Partials of the rewards of all ranks: one rank reports them."""
     units = {unit.unit: unit for unit in rewards}.values()
     raw, shaped = [unit.raw for unit in units], [unit.shaped for unit in units]
     num_groups = len(groups_of(rewards))
     flat = num_groups - len(groups_with_signal(rewards))
-    return {
+    metrics: dict[str, Any] = {
         "reward/mean": Mean(math.fsum(raw), float(len(raw))),
         "reward/std": StandardDeviation(tuple(raw)),
         "reward/shaped_mean": Mean(math.fsum(shaped), float(len(shaped))),
-        "reward/group_zero_std_frac": Mean(float(flat), float(num_groups)),
     }
+    if config.rollout.group_size > 1 and not config.distils:  # else nothing is compared
+        metrics["reward/group_zero_std_frac"] = Mean(float(flat), float(num_groups))
+    return metrics
 
 
 def require_groups(

@@ -149,8 +149,8 @@ def test_a_prompt_twice_in_a_step_is_two_groups() -> None:
     assert advantages(gathered(twice, config), config) == [0.5, -0.5, 0.0, 0.0]
 
 
-def figures(rewards: Sequence[Reward]) -> dict[str, float]:
-    return {key: type(part).reduce([part]) for key, part in reward_metrics(rewards).items()}
+def figures(rewards: Sequence[Reward], config: Config = CONFIG) -> dict[str, float]:
+    return {key: type(part).reduce([part]) for key, part in reward_metrics(rewards, config).items()}
 
 
 def test_rewards_are_reported_as_given_and_as_trained_on() -> None:
@@ -159,6 +159,8 @@ def test_rewards_are_reported_as_given_and_as_trained_on() -> None:
     # 1, -0.5, 0.75 and 0: the mean is 1.25 / 4.
     assert figures(penalised) == given | {"reward/shaped_mean": 0.3125}
     assert figures(gathered(collected())) == given | {"reward/shaped_mean": 0.5}, "no penalty"
+    alone = replace(CONFIG, rollout=replace(CONFIG.rollout, group_size=1))
+    assert "reward/group_zero_std_frac" not in figures(gathered(collected()), alone)
 
 
 def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
