@@ -187,21 +187,23 @@ class Adapters(nn.Module):
         self._in_layers: dict[int, Made] = {}
         # Decoder layer whose quantised weights are there now, made with the present factors.
         self._held: int | None = None
-        # Factors that the run started with, where B was not 0; whether these are merged now.
-        self._first: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Factors that the run started with, where B was not 0; None: not kept. Whether these are
+        # merged now.
+        self._first: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._is_first = False
         for adapter in adapters:
             for letter in "ab":
                 name = _key(adapter, letter).replace(".", "/")  # torch allows no dots in names
                 self.register_parameter(name, getattr(adapter, letter))
 
-    def start(self, *, keep: bool = False) -> None:
+    def start(self, *, keep: bool = False, reference: bool = False) -> None:
         """Keep the loaded weights as the base, and let backward reach the adapters.
 
         Data parallelism and optimizer must exist: they take every weight that has a gradient.
 
         Args:
             keep: keep all merged weights in memory. They are the same with a quantised base.
+            reference: keep copies of the factors, for `merge(first=True)`.
         """
         quantised = {id(weight): (by, layer) for weight, by, layer in self._quantised}
         own = {key: list(group) for key, group in groupby(self.adapters, lambda x: id(x.weight))}
@@ -228,12 +230,13 @@ class Adapters(nn.Module):
         for of_layer in {} if keep else dict.fromkeys(layer for *_, layer in self._quantised):
             of_layer.register_forward_pre_hook(self._before)
             of_layer.register_forward_hook(self._after)
-        self._first = {
-            adapter.name: (adapter.a.detach().clone(), adapter.b.detach().clone())
-            for adapter in self.adapters
-            if adapter.b.any()
-        }
-        if self._first or keep:
+        started = [adapter for adapter in self.adapters if adapter.b.any()]
+        if reference or not started:
+            self._first = {
+                adapter.name: (adapter.a.detach().clone(), adapter.b.detach().clone())
+                for adapter in started
+            }
+        if started or keep:
             self.merge()
 
     @torch.no_grad()
@@ -249,6 +252,7 @@ class Adapters(nn.Module):
         Args:
             first: of the adapters that the run started with.
         """
+        assert not first or self._first is not None, "no reference weights are kept"
         self._is_first = first
         self.release()
         for made in self.bases:
@@ -284,7 +288,7 @@ class Adapters(nn.Module):
         for adapter in made.adapters:
             if not self._is_first:
                 adapter.merge(into, adapter.a, adapter.b)
-            elif adapter.name in self._first:
+            elif self._first and adapter.name in self._first:
                 adapter.merge(into, *self._first[adapter.name])
 
     @torch.no_grad()

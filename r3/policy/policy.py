@@ -83,7 +83,7 @@ class Policy(ScoringPolicy):
         self.optimizer.reload_model_params()  # updates the float32 main parameters
         self._adapters = list(extras.adapters().adapters_of(chunks)) if config.uses_lora else []
         for adapters in self._adapters:
-            adapters.start()
+            adapters.start(reference=config.algo.kl_coef > 0)
         # Parameters that the optimizer must not change. Those of a unit share one parameter.
         self._untrained: list[torch.Tensor] = []
         if config.train.freeze and not self._adapters:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -154,7 +155,12 @@ def _starts_from(policy: Policy, batch: Batch, config: Config, folder: Path) -> 
     lora = replace(config.lora, start=str(folder))
     assert adapter_fault(lora.start, policy.shape, ranks) == ""
     assert "is no folder of" in adapter_fault(str(folder / "x"), policy.shape, ranks)
-    then = Policy(replace(config, lora=lora), policy.device, policy.mesh, policy.shape)
+    config = replace(config, lora=lora)
+    lean = Policy(config, policy.device, policy.mesh, policy.shape)
+    with pytest.raises(AssertionError, match="no reference"), lean.reference_weights():
+        pass  # it has no copy of the adapter
+    config = replace(config, algo=replace(config.algo, kl_coef=0.1, kl_in="reward"))
+    then = Policy(config, policy.device, policy.mesh, policy.shape)
 
     def same() -> bool:
         slots = zip(policy.slots, then.slots, strict=True)

@@ -110,6 +110,10 @@ def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
     assert train["optimizer"] == 8 * values
     base = 2 * sum(shape.tensor_shapes[x][0] * shape.tensor_shapes[x][1] for x in ranks)
     assert host_memory(one, shape, 1)["base weights"] == base
+    started = replace(one, lora=replace(one.lora, start="adapter"))
+    for kl_coef, copies in ((0.0, 1), (0.1, 2)):  # of the reference policy
+        run = replace(started, algo=replace(one.algo, kl_coef=kl_coef))
+        assert memory(run, shape, 1)["TRAIN"]["adapters"] == copies * 4 * values
 
 
 @pytest.mark.parametrize(

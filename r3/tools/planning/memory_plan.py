@@ -160,7 +160,7 @@ def memory(
                          Kept, as a whole or in part: in all phases, and nothing on the host.
                          Streamed: all of it in SAVE, where the gradients make room; two parts of
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
-        adapters         lora.rank: float32. Gradients and optimizer are theirs alone, s = 8
+        adapters         float32, twice with lora.start and algo.kl_coef. No others train; s = 8
         weight gradient  lora.rank: of one matrix, or of the experts of a layer, and in float32
         merging          lora.rank: the base of such a matrix, its product and sum in float32.
                          Of a quantised base in the passes, and in SYNC beside the merged one
@@ -206,7 +206,7 @@ def memory(
     gradients = {"gradients": trained * 4.0}
     merging: dict[str, float] = {}
     if config.uses_lora:
-        always["adapters"] = trained * 4.0
+        always["adapters"] = trained * 4.0 * (2 if config.lora.start and config.algo.kl_coef else 1)
         largest = max(stacked_experts(config, shape), largest_tensor(shape) / parallel.tp)
         gradients["weight gradient"] = largest * (size + 4)
         merging = {"merging": largest * (size + 8)}
