@@ -181,9 +181,10 @@ def _kv_cache(config: Config, shape: ModelShape, world_size: int, size: float) -
     demand = kv_cache_demand(config, shape, world_size)
     one = sequence_bytes(config, shape)
     holds = f"; holds {size / one:,.0f} sequences of maximum length" if size else ""
+    which = "up to" if config.learns_rows else "all"  # of evaluations
     return (
-        f"KV cache: {source}{holds}; all {demand / one:,.0f} conversations in flight at maximum "
-        f"length need {_gib(demand)}"
+        f"KV cache: {source}{holds}; {which} {demand / one:,.0f} conversations in flight at "
+        f"maximum length need {_gib(demand)}"
     )
 
 

@@ -464,7 +464,8 @@ def test_a_plan_without_an_engine_has_nothing_of_one() -> None:
         assert not re.search(r"engine_tp|inf |SYNC|GENERATE|weight sync|KV cache| prompts", text)
     # Control: what evaluates has an engine.
     evaluates = with_values(config, {"eval.path": BIG.eval.path})
-    assert "weight sync" in describe(evaluates, BIG_SHAPE, 8)
+    described = describe(with_values(evaluates, {"rollout.prompts_per_step": 8}), BIG_SHAPE, 8)
+    assert "weight sync" in described and "up to 256 conversations in flight" in described
     larger = with_values(config, {"parallel.engine_tp": 2, "lora.rank": 8, "lora.expert_rank": 1})
     fits, proposed = plan_for(larger, BIG_SHAPE, 1, 141)
     assert fits and "--parallel.engine_tp 1" in proposed, "the rule about it needs no engine"

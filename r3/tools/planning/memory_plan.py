@@ -366,9 +366,8 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         shape: the model's.
         world_size: number of ranks.
     """
-    others, experts = params_per_rank(config, shape)
-    parallel, weights = config.parallel, (others + experts) * BYTES_OF[config.model.dtype]
-    rollouts = config.rollout.samples_per_step / parallel.data_ranks(world_size)
+    weights = sum(params_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
+    rollouts = config.rollout.samples_per_step / config.parallel.data_ranks(world_size)
     engine = engine_bytes(config, shape)
     trained = sum(trained_per_rank(config, shape))
     base = sum(adapted_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
@@ -497,4 +496,5 @@ def state_bytes(shape: ModelShape, dtype: str) -> int:
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:
     """Bytes of KV cache that hold all conversations of a rank in flight at their maximum length."""
     rollouts = config.rollout.samples_per_step // config.parallel.engines(world_size)
-    return min(config.engine.max_num_seqs, rollouts) * sequence_bytes(config, shape)
+    limit = config.engine.max_num_seqs  # all that is known of evaluations, whose rows are not read
+    return (limit if config.learns_rows else min(limit, rollouts)) * sequence_bytes(config, shape)
