@@ -133,7 +133,8 @@ def reward_metrics(rewards: Sequence[Reward], config: Config) -> dict[str, Any]:
         "reward/std": StandardDeviation(tuple(raw)),
         "reward/shaped_mean": Mean(math.fsum(shaped), float(len(shaped))),
     }
-    if config.rollout.group_size > 1 and not config.distils:  # else nothing is compared
+    # Else nothing is compared, or with the whole step.
+    if config.rollout.group_size > 1 and config.algo.advantage != "reinforce_pp":
         metrics["reward/group_zero_std_frac"] = Mean(float(flat), float(num_groups))
     return metrics
 

@@ -160,7 +160,8 @@ def test_rewards_are_reported_as_given_and_as_trained_on() -> None:
     assert figures(penalised) == given | {"reward/shaped_mean": 0.3125}
     assert figures(gathered(collected())) == given | {"reward/shaped_mean": 0.5}, "no penalty"
     alone = replace(CONFIG, rollout=replace(CONFIG.rollout, group_size=1))
-    assert "reward/group_zero_std_frac" not in figures(gathered(collected()), alone)
+    for no_groups in (alone, with_algo(advantage="reinforce_pp")):
+        assert "reward/group_zero_std_frac" not in figures(gathered(collected()), no_groups)
 
 
 def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
