@@ -196,6 +196,11 @@ def test_a_step_without_signal_is_said_at_first_and_every_tenth(capsys: Capsys) 
     notes().signal(1, mixed[1:3])
     lone = "step 1: all 2 groups have a single sample: rewards taught nothing. The others were "
     assert capsys.readouterr().err.startswith(f"{lone}dropped")
+    config = with_algo(overlong_filter=True)
+    cut = [changed(each, finish_reason="length") for each in collected()]
+    notes(config).signal(1, gathered(cut, config))
+    lossless = "step 1: all 2 groups have no token with loss: rewards taught nothing. All were"
+    assert capsys.readouterr().err.startswith(lossless)
     # Advantages that compare groups, and a teacher, which teaches all groups.
     for algo in ({"advantage": "reinforce_pp"}, {"teacher": ("folder",)}):
         notes(with_algo(**algo)).signal(1, flat)

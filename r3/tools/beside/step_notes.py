@@ -65,6 +65,9 @@ class StepNotes:
         if in_groups and len({reward.key[:2] for reward in rewards}) == groups:
             what = "have a single sample"
             why = "The others were dropped (env/dropped, reward/dropped, rollout/dropped_by_budget)"
+        if not any(reward.has_loss for reward in rewards):
+            what = "have no token with loss"
+            why = "All were truncated (algo.overlong_filter) or are empty"
         say(
             f"step {step}: all {groups} groups {what}{since}: rewards taught nothing. {why}",
             error=True,
