@@ -26,7 +26,8 @@ if [ -n "${note:-}" ]; then echo "$note; taking $python" >&2; fi
 
 for word in "$@"; do
   case $word in
-    -h | --help | --models | --dry-run | --check | --plan-for | --plan-for=*) # these need no ranks
+    # These need no ranks, or are refused without a plan.
+    -h | --help | --models | --dry-run | --check | --plan-for* | --world[-_]size* | --device[-_]gib* | --host[-_]gib*)
       exec "$python" "$root/train.py" "$@"
       ;;
   esac

@@ -322,6 +322,7 @@ def _world_size(args: Arguments, config: Config, problems: list[Problem]) -> int
         problems.append(Problem("--world-size", asked, rule, fix))
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
+    plans = plans or not {"world_size", "device_gib", "host_gib"}.isdisjoint(args.own)  # is meant
     return config.parallel.smallest_world if plans else 1
 
 

@@ -118,7 +118,9 @@ def test_a_number_of_restarts_that_is_none_is_said(count: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (2, told)
 
 
-@pytest.mark.parametrize("words", ["--plan-for 8x80", "--plan-for=8x80", "--models", "--check"])
+@pytest.mark.parametrize(
+    "words", ["--plan-for 8x80", "--plan-for=8x80", "--models", "--check", "--device-gib=80"]
+)
 def test_what_needs_no_ranks_starts_none(words: str, tmp_path: Path) -> None:
     done = local(tmp_path, {"r3": '[ "$1" = -c ] || echo "$*"'}, *words.split())
     assert done.stdout == f"{ROOT}/train.py tiny {words}\n"
