@@ -162,6 +162,8 @@ def nearest_settings(name: str) -> str:
     switched = f"{section}.{last.removeprefix('no_')}"
     if last.startswith("no_") and switched in SETTINGS and SETTINGS[switched].kind is bool:
         return f"write --{switched} False"
+    if dashed := [full for full in SETTINGS if full.replace(".", "_") == name]:  # --train-lr
+        return f"did you mean {dashed[0]}?"
     lasts = dict.fromkeys(full.partition(".")[2] for full in SETTINGS)
     # Settings and their names in TRL and verl, where they differ.
     others = Path(__file__).with_name("names_of_others.txt").read_text().splitlines()
