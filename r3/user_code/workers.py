@@ -309,9 +309,9 @@ class Threads(Place):
     ) -> None:
         try:
             self._ended.put((token, await function(*arguments), None))
-        except asyncio.CancelledError:
-            raise  # abandoned
-        except BaseException as error:  # users' code may raise anything
+        except BaseException as error:  # users' code may raise anything, CancelledError of its own
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise  # abandoned
             self._ended.put((token, None, failure_of(error)))
 
     def abandon(self, token: int) -> None:

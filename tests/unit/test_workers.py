@@ -33,6 +33,12 @@ async def double_later(value: int) -> int:
     return 2 * value
 
 
+async def cancels_its_own() -> None:
+    task = asyncio.create_task(asyncio.sleep(600))
+    task.cancel()
+    await task
+
+
 def misbehave(how: str, value: int = 0) -> int:
     match how:
         case "raise":
@@ -82,13 +88,17 @@ def test_every_place_answers_every_call_plain_and_async(pool: Pool) -> None:
 def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> None:
     pool.submit("raise", misbehave, "raise")
     pool.submit("exit", misbehave, "exit")
+    pool.submit("cancelled", cancels_its_own)
     pool.submit("fine", misbehave, "fine", 4)
     done = drain(pool)
     assert done["fine"].value == 8
     raised, left = done["raise"].failure, done["exit"].failure
     assert raised is not None and raised.kind == "error" and "KeyError: 'no such" in raised.text
     assert left is not None and "SystemExit: 3" in left.text
-    assert pool.counts["errors"] == 2
+    cancelled = done["cancelled"].failure  # not as if it had taken too long
+    assert cancelled is not None and cancelled.kind == "error"
+    assert "CancelledError" in cancelled.text
+    assert pool.counts["errors"] == 3
     # The first line shown is one of the user, without the frames of the pool.
     assert raised.text.splitlines()[1].startswith(f'  File "{__file__}"')
 
