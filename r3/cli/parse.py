@@ -239,7 +239,7 @@ def examined(
         name, setting = problem.place, SETTINGS.get(problem.place)
         if name in at_fault:
             continue
-        if name not in names:
+        if setting and name not in names:  # else an environment variable
             origin = base.places.get(name, "") if name in named else base.root
             problem = replace(problem, origin=origin)
         if name not in named and setting and flatten(config)[name] != setting.default:

@@ -263,11 +263,14 @@ TWO = "base: tiny\nparallel: {ep: 1}\nenv: {path: mine.py:Mine, name: calculator
         ("my.py", "x = 1", "my.py:small", "the file defines no 'small'. Fix: it defines nothing"),
         ("my.py", "def f(): return 1", "my.py:f", "f gives 1, not a Config"),
         ("my.py", "\ndef f(): return 1 / 0", "my.py:f", "line 2 raises ZeroDivisionError"),
-        ("my.py", "def f(:", "my.py:f", "raises SyntaxError"),
+        ("my.py", "def f(:", "my.py:f", "'my.py:f': raises SyntaxError"),
+        ("my.py", "def f(a): ...", "my.py:f", "'my.py:f': raises TypeError: f() missing 1"),
+        ("my.py", "async def f(): ...", "my.py:f", "f gives <coroutine object f at "),
         ("my.py", "import sys\nsys.exit(0)", "my.py:f", "line 2 raises SystemExit: 0"),
         ("my.py", "", "other.py:f", "there is no such file. Fix: give path/to/file.py:function"),
     ],
 )
+@pytest.mark.filterwarnings("error")  # of a coroutine that nobody awaits
 def test_a_file_that_gives_no_settings_is_refused(
     capsys: Capsys, tmp_path: Path, name: str, content: str, word: str, expected: str
 ) -> None:
