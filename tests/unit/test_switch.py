@@ -3,9 +3,10 @@
 import pytest
 
 from r3.checks import problems, warnings
+from r3.cli.parse import parse
 from r3.config import ConfigError
 from r3.runtime import KERNELS, VARIABLE, chosen, is_on
-from tests.errors import Patch
+from tests.errors import Capsys, Patch
 from tests.tiny import tiny_config
 
 
@@ -27,12 +28,17 @@ def test_kernels_are_used_that_the_variable_names(
 
 
 @pytest.mark.parametrize("words", ["tritons", "triton,", "none,triton", "all,triton", "ALL"])
-def test_a_name_that_no_kernel_has_is_refused_with_the_list(words: str, monkeypatch: Patch) -> None:
+def test_a_name_that_no_kernel_has_is_refused_with_the_list(
+    words: str, monkeypatch: Patch, capsys: Capsys
+) -> None:
     with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*none or some of triton"):
         chosen(words)
     monkeypatch.setenv(VARIABLE, words)
     (problem,) = problems(tiny_config(), 1)
     assert problem.place == VARIABLE
+    with pytest.raises(SystemExit):
+        parse(["tiny", "--parallel.ep", "1"])
+    assert f"{VARIABLE} = {words!r}: " in capsys.readouterr().err  # the preset did not set it
 
 
 def test_all_kernels_are_used_without_the_variable(monkeypatch: Patch) -> None:
