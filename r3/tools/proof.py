@@ -69,8 +69,8 @@ def prove_sync(
 
     All ranks must call, with the engine awake at the policy's version and equally many prompts.
     Routes are replayed if captured, so that a flipped expert is not taken for a wrong weight. With
-    live routes a token of a near tie may differ by any amount (11 measured, of a right engine), so
-    a quarter of the tokens may: a wrong weight moves most of them. No end token ends a response:
+    live routes (some, with replay.plausibility) a token of a near tie may differ by any amount (11
+    measured, of a right engine), so a quarter of the tokens may: a wrong weight moves most of them. No end token ends a response:
     the first token comes from the prefill of the prompt, and the others are decoded one at a time,
     by the kernels and CUDA graphs that a step uses. Weights under these can be older than those of
     the prefill (vLLM RFC 48312; NeMo-RL 2895).
@@ -112,7 +112,8 @@ def prove_sync(
             decoded_N = positions_N.cpu().numpy() >= int(rollout.loss_mask_T.argmax())
             scored_N = mask_N.cpu().numpy() > 0
             of_policy.append((apart_N[scored_N & ~decoded_N], apart_N[scored_N & decoded_N]))
-    share = 1.0 if engine.capture else 0.75
+    # Implausible experts are replaced by live ones.
+    share = 1.0 if engine.capture and not config.replay.plausibility else 0.75
     everybody = mesh.world.all_gather_object(
         np.maximum(_largest(of_engine, share), _largest(of_policy, share))
     )

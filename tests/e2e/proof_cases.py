@@ -66,18 +66,18 @@ def kept_tensors(device: Device, *, model: str, dtype: str) -> SimpleNamespace:
     return found
 
 
-def live_routes(device: Device, *, dtype: str) -> tuple[float, str]:
-    """Prove a sync of a model with near ties whose routes are not captured.
+def live_routes(device: Device, *, dtype: str, **replay: Any) -> tuple[float, str]:
+    """Prove a sync of a model with near ties whose routes are not replayed as they were captured.
 
     Returns:
         The proof's figure after the sync, and its message after the policy changed alone.
     """
     half = {"dtype": dtype}
-    config = tiny_config(assets.TINY_MOE_TIES, model=half, engine=half, replay={"mode": "off"})
+    config = tiny_config(assets.TINY_MOE_TIES, model=half, engine=half, replay=replay)
     world = World(device, config)
     prompts = world.task.prompts.prompts[:32]
     world.sync(0)
-    assert not world.engine.capture
+    assert bool(world.engine.capture) == ("plausibility" in replay)
 
     def proof() -> float:
         return prove_sync(world.engine, world.policy, prompts, config, world.mesh)
