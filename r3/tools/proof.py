@@ -69,11 +69,11 @@ def prove_sync(
 
     All ranks must call, with the engine awake at the policy's version and equally many prompts.
     Routes are replayed if captured, so that a flipped expert is not taken for a wrong weight. With
-    live routes (some, with replay.plausibility) a token of a near tie may differ by any amount (11
-    measured, of a right engine), so a quarter of the tokens may: a wrong weight moves most of them. No end token ends a response:
-    the first token comes from the prefill of the prompt, and the others are decoded one at a time,
-    by the kernels and CUDA graphs that a step uses. Weights under these can be older than those of
-    the prefill (vLLM RFC 48312; NeMo-RL 2895).
+    live routes (some are with replay.plausibility) a token of a near tie may differ by any amount
+    (11 measured, of a right engine), so a quarter of the tokens may: a wrong weight moves most of
+    them. No end token ends a response: the first token comes from the prefill of the prompt, and
+    the others are decoded one at a time, by the kernels and CUDA graphs that a step uses. Weights
+    under these can be older than those of the prefill (vLLM RFC 48312; NeMo-RL 2895).
 
     Returns:
         The largest |log-probability difference| over all ranks; with live routes, that of three
