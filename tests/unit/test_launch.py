@@ -126,6 +126,12 @@ def test_what_needs_no_ranks_starts_none(words: str, tmp_path: Path) -> None:
     assert done.stdout == f"{ROOT}/train.py tiny {words}\n"
 
 
+def test_a_rank_that_another_program_left_makes_no_check_silent() -> None:
+    for words in (["--no.such", "1"], ["--check", "--no.such", "1"]):
+        done = program(ROOT / "launch/local.sh", "tiny", *words, env={"RANK": "1"})
+        assert done.returncode == 2 and "no.such" in done.stderr
+
+
 def test_the_folder_of_a_yaml_file_counts_before_that_of_the_job(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
