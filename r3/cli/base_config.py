@@ -17,6 +17,7 @@ Every run writes such a file, overrides.yaml, next to its config.yaml.
 from __future__ import annotations
 
 import difflib
+import inspect
 import runpy
 import traceback
 from collections.abc import Mapping
@@ -236,12 +237,14 @@ def _from_python_file(word: str) -> tuple[Config, str]:
     except (Exception, SystemExit) as error:  # users' code may raise anything, sys.exit(0) too
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), 0)
-        rule = f"line {line} raises {type(error).__name__}: {error}"
+        rule = f"{f'line {line} ' if line else ''}raises {type(error).__name__}: {error}"
         raise refused(rule, "correct the file") from error
     if name not in defined:
         own = [key for key, value in defined.items() if callable(value) and key[0] != "_"]
         raise refused(f"the file defines no {name!r}", f"it defines {', '.join(own) or 'nothing'}")
     if not isinstance(config, Config):
+        if inspect.iscoroutine(config):
+            config.close()  # else Python warns that nobody awaits it
         fix = "return a Config of r3.config"
         raise refused(f"{name} gives {config!r:.60}, not a Config", fix)
     return config, name
