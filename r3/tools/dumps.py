@@ -113,11 +113,12 @@ class TrainedSample(Sample):
     Attributes:
         shaped_reward: what its advantage was made of: the reward minus the overlong penalty and,
             with algo.kl_in reward, minus the KL.
+        advantage: of its reward; None where only a teacher's count (train.objective distill).
         trains: False if it counted for its group's baseline and had no loss.
     """
 
     shaped_reward: float
-    advantage: float
+    advantage: float | None
     trains: bool = True
 
 
@@ -139,9 +140,8 @@ def record_samples(
     shows = log.show_every and step % log.show_every == 0 and samples and run.device.rank == 0
     if not dumps and not shows:
         return
-    trained = trained_samples(
-        samples, rewards, advantages_R, filters=run.config.algo.overlong_filter
-    )
+    made = None if run.config.distils else advantages_R
+    trained = trained_samples(samples, rewards, made, filters=run.config.algo.overlong_filter)
     if dumps:
         dumped = dump_rollouts(run.folder, step, trained, run.mesh.world, prompts)
         show_samples(run.meter, step, dumped)
@@ -152,7 +152,11 @@ def record_samples(
 
 
 def trained_samples(
-    samples: Sequence[Sample], rewards: Sequence[Reward], advantages_R: Tensor, *, filters: bool
+    samples: Sequence[Sample],
+    rewards: Sequence[Reward],
+    advantages_R: Tensor | None,
+    *,
+    filters: bool,
 ) -> list[TrainedSample]:
     """Return samples with what they were trained on.
 
@@ -164,7 +168,7 @@ def trained_samples(
         TrainedSample(
             **{field.name: getattr(sample, field.name) for field in fields(Sample)},
             shaped_reward=rewards[place].shaped,
-            advantage=float(advantages_R[place]),
+            advantage=None if advantages_R is None else float(advantages_R[place]),
             trains=not (filters and sample.rollout.is_truncated),
         )
         for sample in samples
@@ -246,7 +250,7 @@ def row_of(item: TrainedSample, prompt: Prompt | None) -> dict[str, Any]:
             "reward": float(item.reward),
             "rewards": dict(item.parts),
             "shaped_reward": float(item.shaped_reward),
-            "advantage": float(item.advantage),
+            "advantage": item.advantage,
             "trained": item.trains,
             "tokens": len(item.rollout.tokens_T),
             "response_tokens": item.rollout.num_response_tokens,
@@ -254,7 +258,7 @@ def row_of(item: TrainedSample, prompt: Prompt | None) -> dict[str, Any]:
     )
 
 
-def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
+def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float | None]]:
     """Rollouts, rewards and advantages of a dump; single-turn rollouts have their messages too.
 
     Raises:

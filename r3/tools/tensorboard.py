@@ -111,9 +111,11 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
 
 def sample_markdown(row: Mapping[str, Any]) -> str:
     """A row of a rollout dump as markdown: facts, each message, the reference answer."""
+    advantage = row["advantage"]
     facts = (
-        f"reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
-        f"{row['response_tokens']} sampled tokens, "
+        f"reward {row['reward']:.4g}, "
+        + ("" if advantage is None else f"advantage {advantage:+.3f}, ")
+        + f"{row['response_tokens']} sampled tokens, "
         f"finish {row['finish_reason']}, {row['prompt_id']} sample {row['sample_index']}"
         + (f" sequence {row['sequence']}" if row.get("sequence") else "")
     )

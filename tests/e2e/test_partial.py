@@ -12,6 +12,7 @@ from r3 import assets
 from r3.tools import read_rollouts
 from tests.e2e import partial_cases
 from tests.runs import (
+    dumped,
     require_replayed,
     rows_of,
     run,
@@ -160,6 +161,7 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
         new >= used - old - 1e-6 for new, used, old in zip(sampled, trained, stale, strict=True)
     ), "a step trains on what it sampled and on what is stale"
     several = 0
+    assert {each["advantage"] for each in dumped(straight)} == {None}, "each token has its own"
     for step in (3, 4):
         dumps = [
             folder / "rollouts" / f"step_{step:06d}.safetensors" for folder in (straight, resumed)

@@ -24,7 +24,7 @@ class Sample:
         components: what each component of the reward gave, by name.
         metrics: what the environment and the reward functions reported, by full names.
         turn_rewards: reward of each turn that the environment rewarded, None where it gave none.
-        advantage: None for evaluation.
+        advantage: None for evaluation and distillation.
         shaped_reward: what the advantage is made of: the reward minus penalties and KL. None for
             evaluation.
     """
