@@ -99,9 +99,10 @@ def parse(argv: Sequence[str] | None) -> Order:
     to = args.to or kept
     problems: list[Problem] = []
     if step not in saved:
-        rule = f"is not kept; the run has checkpoints of steps {', '.join(map(str, saved))}"
-        if args.step == "best":
+        rule = "is not kept"
+        if args.step == "best" and not config.checkpoint.keep_best:
             rule = "there is none: the run was made without checkpoint.keep_best"
+        rule += f"; the run has checkpoints of steps {', '.join(map(str, saved))}"
         problems.append(Problem("--step", args.step, rule, "choose one of them"))
     if args.adapter and not config.uses_lora:
         fix = "leave it out: all parameters were trained"

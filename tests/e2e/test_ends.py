@@ -104,3 +104,8 @@ def test_the_best_checkpoint_is_exported_by_its_name(straight: Path, tmp_path: P
     exported = program(*export[:3], copy, *export[4:], tmp_path / "y")
     assert exported.returncode == 0, exported.stderr
     assert "best evaluation was after step 0, which has no checkpoint" in exported.stdout
+    # One that is gone: the run was made with checkpoint.keep_best.
+    (copy / "checkpoints" / f"step_{best:06d}").rename(copy / "checkpoints" / "step_000099")
+    exported = program(*export[:3], copy, *export[4:], tmp_path / "z")
+    assert exported.returncode == 2 and "keep_best" not in exported.stderr
+    assert "--step = 'best': is not kept; the run has checkpoints of steps" in exported.stderr
