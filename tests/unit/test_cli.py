@@ -609,6 +609,13 @@ def test_the_list_of_model_families_needs_no_preset(capsys: Capsys) -> None:
     assert all(proof in text for proof in PROOFS)
 
 
+def test_a_python_that_skips_assertions_is_warned_of() -> None:
+    words = ("train.py", "tiny", "--parallel.ep", "1", "--dry-run")
+    for flags, warned in (((), False), (("-O",), True)):
+        done = program(sys.executable, *flags, *words)
+        assert done.returncode == 0 and ("unset PYTHONOPTIMIZE" in done.stdout) == warned, done
+
+
 def test_a_dry_run_shows_changed_settings_and_warnings(capsys: Capsys) -> None:
     words = ["--rollout.group_size", "4", "--train.min_lr", "1e-6"]
     text = printed(capsys, "tiny", "--dry-run", *words)

@@ -162,6 +162,9 @@ def doubtful(config: Config, shape: ModelShape | None) -> list[str]:
     """Settings that work but are seldom meant."""
     model, engine, train, algo = config.model, config.engine, config.train, config.algo
     rollout, notes = config.rollout, list[str]()
+    if not __debug__:
+        text = "guards of routes, weights and memory are assertions, and this Python skips them"
+        notes.append(f"{text}: unset PYTHONOPTIMIZE, leave out -O")
     if config.trains:
         if train.warmup_updates > train.total_updates:
             notes.append(
