@@ -11,6 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +77,8 @@ def measure(device: Device, world: Axis, folder: Path) -> list[Facts]:
         folder: of the run; it need not exist.
     """
     ring, rate = _ring(device, world)
-    above = next(path for path in folder.absolute().parents if path.is_dir())
+    path = folder.absolute()  # it may be there already, as a disk of its own or of another user
+    above = next(path for path in (path, *path.parents) if path.is_dir())
     mine = Facts(
         host=socket.gethostname(),
         device=f"{device.name()} {device.local_rank}",
@@ -216,7 +218,8 @@ def _disk_problem(folder: Path, world: Axis) -> str:
         time.sleep(0.2)
     world.barrier()
     if world.rank == 0:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # not written at all: a disk that is read-only
+            path.unlink()
     unseen = f"{folder} is not that of rank 0: log.dir must be on a disk that all machines share"
     return "" if seen else error or unseen
 

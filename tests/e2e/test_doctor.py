@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import doctor_cases as cases
-from tests.runs import torchrun
+from tests.runs import program, torchrun
 from tests.tiny import FEW_ROWS
 from tests.world import run_world
 
@@ -85,3 +87,15 @@ def test_codes_are_recognisable() -> None:
     assert found["distinct"] == found["legal"] == 1.0
     for other in ("next token", "next rollout", "next layer"):
         assert found[other] == pytest.approx(1 / 28, abs=0.02)  # pairs of 8 experts
+
+
+def test_fast_looks_at_the_folder_of_the_run_itself(tmp_path: Path) -> None:
+    """It may be a disk of its own: here one that is read-only, below a folder that is not."""
+    doctor = (sys.executable, "-m", "r3.doctor", "--fast", "tiny", "--parallel.ep", "1")
+    mount = 'mount -t tmpfs -o ro none "$0" && exec "$@" --log.dir "$0"'
+    done = program("unshare", "-Urm", "sh", "-c", mount, tmp_path, *doctor)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert f"FAIL  disk                rank 0 on {socket.gethostname()}: {tmp_path} " in done.stdout
+    assert "cannot be written: Read-only file system" in done.stdout, done.stderr
+    assert "4 of 5 passed" in done.stdout and done.returncode == 1
