@@ -85,6 +85,11 @@ UNEXPECTED: list[tuple[BaseException, str, str]] = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8"), NO_MEMORY, "ulimit -v, cgroup"),
     (OSError(12, "Cannot allocate memory"), NO_MEMORY, "ulimit -v, cgroup"),
     (MemoryError(), NO_MEMORY, "ulimit -v, cgroup"),
+    (
+        RuntimeError("[unbound_buffer.cc:129] Timed out waiting 1000ms for send operation"),
+        "\nanother rank did not come in time on rank 0: [unbound",
+        "debug.collective_timeout_s",
+    ),
     (OSError(24, "Too many open files", "/a"), "\ntoo many open files on rank 0: ", "(ulimit -n)"),
 ]
 

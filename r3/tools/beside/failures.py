@@ -1,4 +1,4 @@
-"""What a person reads when a machine has no more memory or files for a run."""
+"""What a person reads when a machine has no more memory, files or time for a run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def exhausted(error: BaseException, where: str) -> list[str]:
             f"too many open files{where}: {error}",
             f"  The limit is {most} (ulimit -n), and R3 has raised it as far as it may. Raise the",
             "  hard limit, or lower env.workers, reward.workers or the connections of your code.",
+        ]
+    if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo's words
+        return [
+            f"another rank did not come in time{where}: {error}",
+            "  A rank waits debug.collective_timeout_s for the others. Raise it, or look for what",
+            "  keeps one of them, such as slow rewards: RUN_DIR/heartbeats has their phases.",
         ]
     if isinstance(error, torch.OutOfMemoryError):
         return [
