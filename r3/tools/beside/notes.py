@@ -181,6 +181,12 @@ def doubtful(config: Config, shape: ModelShape | None) -> list[str]:
     if _is_dense(shape) and config.replays:
         mode = config.replay.mode
         notes.append(f"replay.mode = {mode!r} has no effect: the model is dense, without routers")
+    elif config.replay.mode == "r2" and config.trains and train.updates_of_step == 1:
+        if not (config.replay.reference and algo.kl_coef):
+            notes.append(
+                "replay.mode = 'r2' has no effect: it keeps routes over the updates of a step, "
+                "which has one"
+            )
     if _is_dense(shape) and model.recompute == "moe":
         notes.append(
             "model.recompute = 'moe' has no effect: the model is dense. Use full to recompute "
