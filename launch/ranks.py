@@ -149,6 +149,9 @@ def torchrun(argv: list[str]) -> int:
             text = f"rank {rank} was ended by {signal.Signals(-code).name}"
             hint = "; out of memory?" if -code == signal.SIGKILL else ""
             _say(f"r3: {text}{hint}", descriptor=2)
+        elif code not in (1, 2, 130, REQUEUE):  # nothing of R3 ends so, and it prints no traceback
+            text = f"rank {rank} ended with exit code {code}; did your code or a library call exit?"
+            _say(f"r3: {text}", descriptor=2)
         return code if code > 0 else 1
     except SignalException:
         return REQUEUE

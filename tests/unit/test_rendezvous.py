@@ -94,3 +94,11 @@ def test_a_wait_for_other_launchers_says_for_whom(monkeypatch: Patch) -> None:
         first, second = said(taken := other.getsockname()[1])
     assert f"port {taken} of this machine is taken" in first and "free port" in first
     assert "not all have come" in second
+
+
+def test_a_rank_that_exits_with_a_code_of_its_own_is_named(tmp_path: Path) -> None:
+    """It prints nothing; its peers print that a connection was closed."""
+    (tmp_path / "rank.py").write_text("import os\nos._exit(7 * int(os.environ['RANK']))\n")
+    ranks = ("launch/ranks.py", "--standalone", "--nproc_per_node", "2", tmp_path / "rank.py")
+    done = program(sys.executable, *ranks)
+    assert done.returncode == 7 and "r3: rank 1 ended with exit code 7; did" in done.stderr
