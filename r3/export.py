@@ -13,6 +13,7 @@ the checkpoint or the starting model is missing, damaged or has changed.
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from r3.config import Config, ConfigError, ParallelConfig, Problem, flatten
 from r3.config.arguments import keyword_arguments
@@ -210,7 +212,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, mesh = init_rank(replace(order.config, parallel=ParallelConfig()))
     with refusing():
         require_whole(order.checkpoint, order.step, mesh.world)
-    write(order, device, mesh)
+        try:
+            write(order, device, mesh)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(order.to.with_name(f".{order.to.name}.partial"), ignore_errors=True)
+            rule, fix = f"was not written: {error}", "make room, or name another folder"
+            raise ConfigError.of("--to", str(order.to), rule, fix) from error
     say(f"{order.to}: the weights after step {order.step}")
     leave(0)
 

@@ -109,3 +109,7 @@ def test_the_best_checkpoint_is_exported_by_its_name(straight: Path, tmp_path: P
     exported = program(*export[:3], copy, *export[4:], tmp_path / "z")
     assert exported.returncode == 2 and "keep_best" not in exported.stderr
     assert "--step = 'best': is not kept; the run has checkpoints of steps" in exported.stderr
+    (tmp_path / "file").touch()
+    exported = program(*export, tmp_path / "file" / "x")
+    assert exported.returncode == 2 and "Traceback" not in exported.stderr
+    assert "/file/x': was not written: " in exported.stderr
