@@ -4,7 +4,7 @@
     python -m r3.report runs/replay runs/live -o report.html --steps 1 10 20
 
 Charts are drawn by Plotly (the extra `report`), which the page contains. Exit code 2: a folder is
-not that of a run, or Plotly is not installed.
+not that of a run, Plotly is not installed, or the page cannot be written.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = Limits(steps=tuple(args.steps), samples=args.samples, tokens=args.tokens)
     try:
         page = render(page_data(args.run_dirs, limits), plotly_source())
-    except Fault as error:
+        write_text(args.output, page)
+    except (Fault, OSError) as error:
         say(f"r3.report: {error}", error=True)
         raise SystemExit(2) from None
-    write_text(args.output, page)
     size = args.output.stat().st_size / 2**20
     say(f"{args.output}: {len(args.run_dirs)} run(s), {size:.1f} MiB")
 

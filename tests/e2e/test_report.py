@@ -62,6 +62,12 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_page_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = report(write_run(tmp_path / "run"), "-o", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "Is a directory" in done.stderr
+
+
 @needs_browser
 def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
     assert browser.errors() == []
