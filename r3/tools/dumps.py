@@ -113,7 +113,7 @@ class TrainedSample(Sample):
     Attributes:
         shaped_reward: what its advantage was made of: the reward minus the overlong penalty and,
             with algo.kl_in reward, minus the KL.
-        advantage: of its reward; None where only a teacher's count (train.objective distill).
+        advantage: of its reward; None in distillation, where a teacher's count.
         trains: False if it counted for its group's baseline and had no loss.
     """
 
