@@ -310,7 +310,8 @@ class Threads(Place):
         try:
             self._ended.put((token, await function(*arguments), None))
         except BaseException as error:  # users' code may raise anything, CancelledError of its own
-            if (task := asyncio.current_task()) and task.cancelling():
+            task, is_cancelled = asyncio.current_task(), isinstance(error, asyncio.CancelledError)
+            if is_cancelled and task and task.cancelling():
                 raise  # abandoned
             self._ended.put((token, None, failure_of(error)))
 
