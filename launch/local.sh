@@ -10,7 +10,7 @@
 # MAX_RESTARTS  how often failed ranks are started again (default 0); a run resumes by itself
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-unset RANK # some clusters set it for every job: a check as rank 1 would refuse without a word
+unset RANK # some clusters set it for every job: a check as rank 1 would print nothing
 python=${PYTHON:-$root/.venv/bin/python}
 if [ -z "${PYTHON:-}" ] && ! "$python" -c '' >/dev/null 2>&1; then
   python=$(command -v python3 || true)

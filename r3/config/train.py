@@ -242,8 +242,8 @@ class TrainConfig:
     optimizer_kept_gib: float = setting(
         0.0, ge=0, resume=True, needs="train.optimizer=resident|streamed moves"
     )
-    """GiB of a rank's optimizer state that always stay on the device: what a resident or streamed
-    optimizer need not move."""
+    """GiB of each rank's optimizer state that stay on the device all the time, with optimizer
+    resident or streamed: these are never copied. --dry-run shows what each phase needs."""
     freeze: tuple[str, ...] = ()
     """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
     initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""

@@ -56,7 +56,7 @@ class TrainingMemory:
             member.optimizer.step = partial(self._step_when_there, member.optimizer.step)
 
     def _largest_within(self, size: float) -> set[int]:
-        """By id: parameters of AdamW, the largest first, whose tensors take this many bytes."""
+        """Return the ids of the largest parameters whose optimizer tensors fit into these bytes."""
         tensors = [
             (parameter.nbytes * (3 if id(parameter) in mains else 2), id(parameter))
             for optimizer in chained(self._optimizer)
@@ -107,7 +107,7 @@ class TrainingMemory:
     def _moving(
         self, members: Iterable[tuple[int, Any]] | None = None
     ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Yield those of `tensors_of` that do not stay on the device; members: None: of all."""
+        """Yield what `tensors_of` yields of some members (None: all), without what stays."""
         for member in members or enumerate(chained(self._optimizer)):
             yield from (one for one in tensors_of(*member) if id(one[0]) not in self._staying)
 

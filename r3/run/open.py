@@ -176,7 +176,7 @@ def newest_whole(
                 "checkpoint.on_damage to fall_back"
             )
         notes.append(f"{text}; falling back to an older checkpoint")
-        damaged.append(folder)  # keeps its name without a whole one: a restart would begin anew
+        damaged.append(folder)  # renamed if an older one is whole, else a restart begins at 0
     notes.append(f"no checkpoint of the run is whole. Fix: restore one, or give {ANOTHER_FOLDER}")
     raise ResumeError("\n".join(notes))
 

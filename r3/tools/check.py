@@ -114,7 +114,7 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
     except EnvironmentFailed as failed:  # as in the run
         if (on_error := environments.settings.on_error) == "stop":
             raise
-        yield f"    note: {failed}\n      env.on_error is {on_error}: the run goes on without it"
+        yield f"    note: {failed}\n      env.on_error is {on_error}: the run continues without it"
     finally:
         environments.forget(0)
     for name, size in environments.shared_sizes().items():

@@ -77,7 +77,7 @@ def measure(device: Device, world: Axis, folder: Path) -> list[Facts]:
         folder: of the run; it need not exist.
     """
     ring, rate = _ring(device, world)
-    path = folder.absolute()  # it may be there already, as a disk of its own or of another user
+    path = folder.absolute()  # it may exist, on another disk or owned by another user
     above = next(path for path in (path, *path.parents) if path.is_dir())
     mine = Facts(
         host=socket.gethostname(),

@@ -309,7 +309,7 @@ class Threads(Place):
     ) -> None:
         try:
             self._ended.put((token, await function(*arguments), None))
-        except BaseException as error:  # users' code may raise anything, CancelledError of its own
+        except BaseException as error:  # users' code may raise anything, CancelledError too
             task, is_cancelled = asyncio.current_task(), isinstance(error, asyncio.CancelledError)
             if is_cancelled and task and task.cancelling():
                 raise  # abandoned

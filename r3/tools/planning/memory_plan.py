@@ -160,7 +160,7 @@ def memory(
                          Kept, as a whole or in part: in all phases, and nothing on the host.
                          Streamed: all of it in SAVE, where the gradients make room; two parts of
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
-        adapters         float32, twice with lora.start and algo.kl_coef. No others train; s = 8
+        adapters         float32, twice with lora.start and algo.kl_coef. Only they train: s = 8
         weight gradient  lora.rank: of one matrix, or of the experts of a layer, and in float32
         merging          lora.rank: the base of such a matrix, its product and sum in float32.
                          Of a quantised base in the passes, and in SYNC beside the merged one
